@@ -1,0 +1,57 @@
+"""``attn demo``: a click command that attn-core's command line loads from the entry-point group ``attn.commands``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+_BACKEND = "NAME or NAME:VARIANT"
+
+
+@click.command("demo")
+@click.option("--attention-backend", default=None, help=f"backend of prefill and decode: {_BACKEND}")
+@click.option("--prefill-attention-backend", default=None, help=f"backend of prefill: {_BACKEND}")
+@click.option("--decode-attention-backend", default=None, help=f"backend of decode: {_BACKEND}")
+@click.option("--page-size", type=click.IntRange(min=1), default=None, help="tokens in a page of the KV cache")
+@click.option("--kv-cache-dtype", default=None, help="element type of the KV cache: auto, fp8_e4m3, fp8_e5m2, fp4, …")
+@click.option("--dtype", default="float32", show_default=True, help="model dtype; identity is judged in float32")
+@click.option("--device", default="cpu", show_default=True, help="device of the model: cpu, cuda, …")
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=None,
+    help="text file with one prompt a line",
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="tokens per prompt")
+@click.option("--json", "as_json", is_flag=True, help="one JSON document instead of text")
+@click.pass_context
+def demo(ctx: click.Context, /, **options: Any) -> None:
+    """Generate text with SmolLM2-135M-Instruct, and check every token against transformers' own attention.
+
+    The model comes from a PyPI wheel. Several chat prompts of different lengths run at once through discovery, plan, router
+    and paged cache, then through transformers. Exit status 1 if a full-precision run differs.
+    """
+    from attn_transformers.demo import Settings, run
+
+    as_json, file = options.pop("as_json"), options.pop("prompts")
+    if file is not None:
+        options["prompts"] = read_prompts(file)
+    settings = Settings(**options)
+    report = run(settings, quiet=as_json)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(report.to_dict(), indent=1))
+    ctx.exit(0 if report.ok else 1)
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """The non-empty lines of a file. Raises :class:`UsageError` if there are none."""
+    from attn_core.errors import UsageError
+
+    lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not lines:
+        raise UsageError(f"{path} holds no prompt", fix="write one prompt a line")
+    return lines

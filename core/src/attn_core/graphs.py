@@ -1,0 +1,330 @@
+"""Graph capture and replay for any backend that declares a level: static batches, buckets, one memory pool.
+
+    runner = GraphRunner(router, forward, limits)          # forward(step, inputs) -> output, the model's layers
+    runner.capture("decode")                               # one graph per bucket of rows, largest first
+    out = runner.run(batch, inputs)                        # replays the bucket that fits; lengths may differ every time
+
+Order of one replay: copy into the static batch, ``begin`` (the same Metadata objects, contents rewritten), replay. Nothing is
+allocated for metadata and nothing is captured again when lengths change; the key (phase, padded sizes) may not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attn_core.batch import AttentionBatch, KvAddress, Segment, Tree
+from attn_core.context import GraphLimits, log
+from attn_core.errors import GraphError
+
+if TYPE_CHECKING:
+    import torch
+
+    from attn_core.plan import Pool
+    from attn_core.router import Router
+    from attn_core.step import Step
+
+#: The model's part of a step: (step, static inputs by name) -> output [T, ...].
+Forward = Callable[["Step", Mapping[str, "torch.Tensor"]], "torch.Tensor"]
+
+
+class Recorded(Protocol):
+    """A recorded piece of work."""
+
+    def replay(self) -> torch.Tensor:
+        """Run it again; returns the (static) output."""
+
+
+class Recorder(Protocol):
+    """Turns a function into a :class:`Recorded`."""
+
+    def record(self, function: Callable[[], torch.Tensor]) -> Recorded:
+        """Warm up and record `function`."""
+
+
+@dataclass
+class CudaRecorder:
+    """CUDA and HIP graphs; all graphs of one recorder share one memory pool, so capture the largest first."""
+
+    warmups: int = 2
+    pool: Any = None
+
+    def record(self, function: Callable[[], torch.Tensor]) -> Recorded:
+        """Warm up on a side stream, then capture into the shared pool."""
+        import torch
+
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(self.warmups):
+                function()
+        torch.cuda.current_stream().wait_stream(side)
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            out = function()
+        return _CudaGraph(graph, out)
+
+
+@dataclass
+class _CudaGraph:
+    graph: Any
+    out: torch.Tensor
+
+    def replay(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.out
+
+
+class RerunRecorder:
+    """Runs the recorded function again at every replay: the protocol without a device that has graphs (tests on a CPU)."""
+
+    def record(self, function: Callable[[], torch.Tensor]) -> Recorded:
+        """Run once, and keep the function."""
+        function()
+        return _Rerun(function)
+
+
+@dataclass
+class _Rerun:
+    function: Callable[[], torch.Tensor]
+
+    def replay(self) -> torch.Tensor:
+        return self.function()
+
+
+@dataclass
+class _Captured:
+    batch: AttentionBatch
+    inputs: dict[str, torch.Tensor]
+    recorded: Recorded
+
+
+class GraphRunner:
+    """Graphs of one router on one lane. Not thread-safe: a lane runs one step at a time."""
+
+    def __init__(
+        self,
+        router: Router,
+        forward: Forward,
+        limits: GraphLimits,
+        example: Mapping[str, torch.Tensor],
+        *,
+        lane: int = 0,
+        model: str = "target",
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`example` has one tensor [1, ...] per input of `forward`: its name, shape behind the token axis, dtype and device."""
+        self.router, self.forward, self.limits = router, forward, limits
+        self.lane, self.model = lane, model
+        self.example = dict(example)
+        self.recorder = recorder or (CudaRecorder() if router.device.type == "cuda" else None)
+        if self.recorder is None:
+            raise GraphError(
+                f"there are no graphs on {router.device.type}", fix="run eagerly, or give a RerunRecorder in tests"
+            )
+        self.state = router.graph_state(limits, lane)
+        self._captured: dict[tuple[str, int, int], _Captured] = {}
+        self.replays = self.eager_runs = 0
+        self._told: set[str] = set()
+
+    def capture(self, phase: str, query_len: int = 1) -> list[int]:
+        """Capture one graph for every bucket of rows, largest first. Returns the buckets.
+
+        Raises :class:`GraphError` where the plan's level or the limits do not allow it.
+        """
+        done = []
+        for rows in sorted(self.limits.rows, reverse=True):
+            if rows * query_len <= self.limits.max_tokens:
+                self._capture(phase, rows, query_len)
+                done.append(rows)
+        if not done:
+            raise GraphError(
+                f"no bucket of {self.limits.rows} rows with {query_len} tokens each fits into {self.limits.max_tokens} tokens"
+            )
+        return done
+
+    def _capture(self, phase: str, rows: int, query_len: int) -> None:
+        batch = self._static_batch(phase, rows, query_len)
+        inputs = {name: one.new_zeros((rows * query_len, *one.shape[1:])) for name, one in self.example.items()}
+        step = self.router.begin(batch, self.state, model=self.model, capture=True)
+
+        def work() -> torch.Tensor:
+            self.router.in_graph(step)
+            return self.forward(step, inputs)
+
+        assert self.recorder is not None
+        recorded = self.recorder.record(work)
+        self._captured[phase, rows, query_len] = _Captured(batch, inputs, recorded)
+        self.router.freeze()
+
+    def run(self, batch: AttentionBatch, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Output [num_tokens, ...] of a step: by the smallest graph that fits, else eagerly (logged once per cause)."""
+        found = self._find(batch)
+        if isinstance(found, str):
+            self._tell(found)
+            self.eager_runs += 1
+            return self.forward(self.router.begin(batch, model=self.model), inputs)
+        from attn_core.paging import copy_batch
+
+        copy_batch(pad_batch(batch, found.batch, self.state.pad_kv_len), found.batch)
+        for name, static in found.inputs.items():
+            static[: batch.num_tokens].copy_(inputs[name][: batch.num_tokens])
+            static[batch.num_tokens :].zero_()
+        self.router.begin(found.batch, self.state, model=self.model)
+        self.replays += 1
+        return found.recorded.replay()[: batch.num_tokens]
+
+    def _find(self, batch: AttentionBatch) -> _Captured | str:
+        if batch.idle:
+            return "an idle rank has nothing to replay"
+        phases = {segment.phase for segment in batch.segments}
+        lengths = {segment.query_len for segment in batch.segments}
+        if len(phases) != 1 or len(lengths) != 1 or None in lengths:
+            return "a mixed or ragged batch has no graph"
+        phase, query_len = phases.pop(), lengths.pop()
+        fitting = [
+            key for key in self._captured if key[0] == phase and key[2] == query_len and key[1] >= batch.num_rows
+        ]
+        if not fitting:
+            return f"no graph was captured for {phase} with {query_len} tokens a row and at least {batch.num_rows} rows"
+        over = [
+            a.max_kv_len for a in batch.addresses if isinstance(a, KvAddress) and a.max_kv_len > self.limits.max_kv_len
+        ]
+        if over:
+            return f"a row of up to {max(over)} keys exceeds the graph's {self.limits.max_kv_len}"
+        return self._captured[min(fitting, key=lambda key: key[1])]
+
+    def _tell(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            log.info("run eagerly: %s", why)
+
+    def _static_batch(self, phase: str, rows: int, query_len: int) -> AttentionBatch:
+        """A batch of padded rows only, with tables wide enough for the longest row."""
+        import torch
+
+        device = self.router.device
+        tokens = rows * query_len
+        offsets = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device)
+        pools = [pool for pool in self.router.plan.pools if pool.model in (self.model, "target")]
+        tree = _static_tree(rows, query_len, device) if phase == "verify" else None
+        return AttentionBatch(
+            num_rows=rows,
+            num_tokens=tokens,
+            segments=(Segment(phase, slice(0, rows), slice(0, tokens), query_len),),
+            query_offsets=offsets,
+            max_query_len=query_len,
+            addresses=tuple(self._static_address(pool, rows, tokens) for pool in pools),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            cpu_exact=False,
+            static=True,
+            tree=tree,
+            lane=self.lane,
+        )
+
+    def _static_address(self, pool: Pool, rows: int, tokens: int) -> KvAddress:
+        import torch
+
+        device = self.router.device
+        width = -(-self.limits.max_kv_len // pool.page_size)
+        return KvAddress(
+            page_size=pool.page_size,
+            kv_lens=torch.full((rows,), _pad_len(self.state.pad_kv_len, tokens // rows), dtype=torch.int32, device=device),
+            new_slots=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+            max_kv_len=self.limits.max_kv_len,
+            table=torch.zeros(rows, width, dtype=torch.int32, device=device),
+        )
+
+
+def _static_tree(rows: int, width: int, device: torch.device) -> Tree:
+    """A chain in every row; the drafter's tree is copied over it."""
+    import torch
+
+    index = torch.arange(width, dtype=torch.int32, device=device)
+    words = -(-width // 32)
+    bits = torch.zeros(width, words * 32, dtype=torch.int64, device=device)
+    bits[:, :width] = torch.ones(width, width, device=device).tril().long()
+    packed = (bits.reshape(width, words, 32) << torch.arange(32, device=device)).sum(-1)
+    packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+    return Tree(
+        (index - 1).expand(rows, -1).contiguous(),
+        index.expand(rows, -1).contiguous(),
+        packed.expand(rows, -1, -1).contiguous(),
+    )
+
+
+def pad_batch(batch: AttentionBatch, bucket: AttentionBatch, pad_kv_len: int) -> AttentionBatch:
+    """`batch` with as many rows and tokens as `bucket`: padded rows have its query length, `pad_kv_len` keys, page 0, slot -1."""
+    rows, tokens = bucket.padded_rows, bucket.padded_tokens
+    if (batch.padded_rows, batch.padded_tokens) == (rows, tokens):
+        return replace(batch, addresses=tuple(_dense(a) for a in batch.addresses), _views={})
+    import torch
+
+    query_len = bucket.max_query_len
+    first = batch.num_tokens
+    more = (
+        torch.arange(1, rows - batch.num_rows + 1, dtype=torch.int32, device=batch.query_offsets.device) * query_len
+        + first
+    )
+    positions = batch.positions
+    tree = batch.tree
+    if bucket.tree is not None and tree is None:
+        tree = _static_tree(batch.num_rows, query_len, batch.query_offsets.device)
+    return replace(
+        batch,
+        padded_rows=rows,
+        padded_tokens=tokens,
+        query_offsets=torch.cat([batch.query_offsets[: batch.num_rows + 1], more]),
+        query_offsets_cpu=None,
+        positions=None if positions is None else _padded(positions[:first], tokens, 0),
+        addresses=tuple(_pad_address(_dense(a), batch, rows, tokens, pad_kv_len) for a in batch.addresses),
+        tree=None
+        if tree is None
+        else Tree(*(_padded(x[: batch.num_rows], rows, 0) for x in (tree.parents, tree.depth, tree.mask_bits))),
+        _views={},
+    )
+
+
+def _pad_len(pad_kv_len: int, query_len: int) -> int:
+    """Keys of a padded row: none, or at least as many as its queries."""
+    return max(pad_kv_len, query_len) if pad_kv_len else 0
+
+
+def _padded(tensor: torch.Tensor, rows: int, value: int) -> torch.Tensor:
+    missing = rows - tensor.shape[0]
+    if not missing:
+        return tensor
+    import torch
+
+    return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
+
+
+def _dense(address: Any) -> KvAddress:
+    """A dense table with one row per row: a server's shared table is read through ``table_rows`` here, once a step."""
+    if not isinstance(address, KvAddress):
+        raise GraphError("graphs of recurrent states are not part of this version")
+    found: KvAddress = address
+    if found.table is None:
+        from attn_core.paging import convert
+
+        found = convert(found, "table", found.page_size)
+    assert found.table is not None
+    if found.table_rows is None:
+        return found
+    return replace(found, table=found.table[found.table_rows.long()], table_rows=None)
+
+
+def _pad_address(address: KvAddress, batch: AttentionBatch, rows: int, tokens: int, pad_kv_len: int) -> KvAddress:
+    assert address.table is not None
+    return replace(
+        address,
+        kv_lens=_padded(address.kv_lens[: batch.num_rows], rows, _pad_len(pad_kv_len, batch.max_query_len)),
+        new_slots=_padded(address.new_slots[: batch.num_tokens], tokens, -1),
+        table=_padded(address.table[: batch.num_rows], rows, 0),
+        kv_lens_cpu=None,
+        origin=None if address.origin is None else _padded(address.origin[: batch.num_rows], rows, 0),
+        local_lens=None if address.local_lens is None else _padded(address.local_lens[: batch.num_rows], rows, 0),
+    )

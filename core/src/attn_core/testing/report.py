@@ -1,0 +1,163 @@
+"""Verification reports: the evidence behind the support matrix, as JSON, and the function behind ``attn verify``.
+
+A report holds hardware, versions, date and every cell with its outcome: ``passed``, ``failed``, ``refused`` (as it must be:
+the manifest does not declare it) or ``skipped`` with the reason. ``verification-1.json`` beside this file is its schema.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform as python_platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata
+
+from attn_core import API_VERSION
+from attn_core.errors import UsageError
+from attn_core.geometry import BACKEND_KINDS
+from attn_core.testing.cells import CellResult, count, describe, hardware_of, list_cells, run_cell
+from attn_core.testing.harness import BackendUnderTest
+
+SCHEMA_VERSION = 1
+Progress = Callable[[int, int, CellResult], None]
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """``mha/triton`` as kind and name. Raises :class:`UsageError` for anything else."""
+    kind, slash, name = (text or "").partition("/")
+    if not slash or kind not in BACKEND_KINDS or not name:
+        raise UsageError(
+            f"{text!r} names no backend", f"needed   KIND/NAME with a kind of {', '.join(BACKEND_KINDS)}: mha/triton"
+        )
+    return kind, name
+
+
+def run_verification(
+    kind: str,
+    name: str,
+    device: str = "cpu",
+    quick: bool = False,
+    report_path: str | Path | None = None,
+    *,
+    only: Sequence[str] = (),
+    progress: Progress | None = None,
+    backend: BackendUnderTest | None = None,
+) -> dict[str, Any]:
+    """Run the kit on an installed backend (or on `backend`) and return the report, written to `report_path` if given.
+
+    `only` restricts it to checks by name; `progress` is called after each cell with (done, all, result). The run is fine
+    if ``report["summary"]["failed"] == 0``. Raises :class:`UsageError` for an unknown backend or check,
+    :class:`PluginError` for a broken plugin, :class:`PlatformError` for a device that is not here.
+    """
+    examined = backend or BackendUnderTest.installed(kind, name)
+    start = time.perf_counter()
+    cells = list_cells(examined, device, quick)
+    known = {cell.check for cell in cells}
+    unknown = [check for check in only if check not in known]
+    if unknown:
+        raise UsageError(
+            f"no check {unknown[0]!r} runs on {examined.manifest.id} here", f"checks   {', '.join(sorted(known))}"
+        )
+    chosen = [cell for cell in cells if not only or cell.check in only]
+    results: list[CellResult] = []
+    for number, cell in enumerate(chosen, 1):
+        results.append(run_cell(examined, cell, device))
+        if progress is not None:
+            progress(number, len(chosen), results[-1])
+    report = make_report(examined, results, device, quick, time.perf_counter() - start)
+    if report_path is not None:
+        write_report(report, report_path)
+    return report
+
+
+def make_report(
+    backend: BackendUnderTest,
+    results: Iterable[CellResult],
+    device: str,
+    quick: bool,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """The report as JSON data."""
+    results, manifest = list(results), backend.manifest
+    failures = [describe(backend, result) for result in results if result.outcome == "failed"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "backend": manifest.id,
+        "kind": manifest.kind,
+        "name": manifest.name,
+        "package": manifest.package,
+        "version": manifest.version,
+        "status": manifest.status,
+        "api": manifest.api,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "quick": quick,
+        "seconds": round(sum(result.seconds for result in results) if seconds is None else seconds, 2),
+        "hardware": _hardware(backend, device),
+        "versions": _versions(backend, device),
+        "summary": count(results),
+        "failures": failures,
+        "cells": [result.to_dict() for result in results],
+    }
+
+
+def write_report(report: dict[str, Any], path: str | Path) -> None:
+    """Write a report as indented JSON; folders are made."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def load_schema() -> dict[str, Any]:
+    """The JSON schema of reports."""
+    text = resources.files("attn_core.testing").joinpath("verification-1.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _hardware(backend: BackendUnderTest, device: str) -> dict[str, Any]:
+    import torch
+
+    hardware = next(iter(hardware_of(backend, device).values()))
+    found: dict[str, Any] = {
+        "device": device,
+        "platform": hardware.platform.id,
+        "vendor": hardware.platform.vendor,
+        "arch": hardware.platform.arch,
+        "name": hardware.platform.name or _processor(),
+        "cpu": _processor(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+    }
+    if hardware.platform.memory_bytes:
+        found["memory_bytes"] = hardware.platform.memory_bytes
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return python_platform.processor() or python_platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, python_platform.machine())
+
+
+def _versions(backend: BackendUnderTest, device: str) -> dict[str, str]:
+    """Python, attn-core, torch, the contract, and the libraries that the plugin's probe names."""
+    found = {"python": python_platform.python_version(), "api": API_VERSION}
+    for name in ("attn-core", "torch", "triton"):
+        try:
+            found[name] = importlib_metadata.version(name)
+        except importlib_metadata.PackageNotFoundError:
+            continue
+    for hardware in hardware_of(backend, device).values():
+        found |= hardware.platform.versions
+        if hardware.available is not None:
+            found |= hardware.available.versions
+    return dict(sorted(found.items()))

@@ -1,0 +1,134 @@
+"""Compile kernels for a GPU that is not there: every launch inside the context becomes a compilation.
+
+    with targeting("sm90") as compiled:
+        backend.attn_decode(...)            # CPU tensors; nothing runs
+    for kernel in compiled: print(kernel.name, kernel.registers, kernel.shared)
+
+Used by the tests and by ``python -m attn_triton.crosscompile``, which writes the table of resources.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Architectures that every kernel must compile for, with (triton backend, architecture, warp size).
+TARGETS: dict[str, tuple[str, int | str, int]] = {
+    "sm80": ("cuda", 80, 32),
+    "sm90": ("cuda", 90, 32),
+    "sm100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+    "gfx950": ("hip", "gfx950", 64),
+}
+#: Shared memory that one block may use, bytes.
+SHARED = {"sm80": 166_912, "sm90": 232_448, "sm100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What one compilation used. Registers and spills are a thread's; None where the assembler does not say."""
+
+    name: str
+    arch: str
+    registers: int | None
+    spills: int | None
+    shared: int
+    warps: int
+    stages: int
+
+
+class _Utils:
+    def __init__(self, shared: int) -> None:
+        self.shared = shared
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": self.shared, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+
+
+class _Driver:
+    """Just enough of a triton driver to compile."""
+
+    def __init__(self, arch: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget(*TARGETS[arch])
+        self.device = 64 + list(TARGETS).index(arch)  # triton caches kernels by device number
+        self.utils = _Utils(SHARED[arch])
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+    def is_active(self) -> bool:
+        return True
+
+
+@contextmanager
+def targeting(arch: str) -> Iterator[list[Compiled]]:
+    """Inside, launches compile for `arch` and run nothing. Gives the list of what was compiled."""
+    import triton
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[Compiled] = []
+    previous, run = driver._active, JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(_resources(self.fn.__name__, arch, kernel))
+        return kernel
+
+    driver.set_active(_Driver(arch))
+    JITFunction.run = compile_only
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        driver._active = previous
+        _ = triton
+
+
+def _resources(name: str, arch: str, kernel: Any) -> Compiled:
+    registers = spills = None
+    if "amdgcn" in kernel.asm:
+        registers = _find(r"\.vgpr_count:\s+(\d+)", kernel.asm["amdgcn"])
+        spills = _find(r"\.vgpr_spill_count:\s+(\d+)", kernel.asm["amdgcn"])
+    elif "cubin" in kernel.asm:
+        registers, spills = _read_cubin(kernel.asm["cubin"])
+    meta = kernel.metadata
+    return Compiled(name, arch, registers, spills, meta.shared, meta.num_warps, meta.num_stages)
+
+
+def _find(pattern: str, text: str) -> int | None:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else None
+
+
+def _read_cubin(cubin: bytes) -> tuple[int | None, int | None]:
+    """(registers, bytes of stack) by the cuobjdump that triton carries; None where there is none."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        return None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+    return _find(r"REG:(\d+)", text), _find(r"STACK:(\d+)", text)

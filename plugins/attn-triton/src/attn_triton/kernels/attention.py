@@ -1,0 +1,331 @@
+"""The attention kernel: one tile of queries against a range of keys, read from pages or packed.
+
+Everything but a tree is, for each query, an interval of keys ``[low, high)``: causality, windows, chunks, spans and trimmed
+pools only move its ends. A tile therefore visits the blocks that every query sees without a mask, and masks the others.
+
+One tile holds BLOCK_M rows: tokens times GROUP query heads that share a KV head. ``SPLIT`` tiles hold all queries of a row
+and one share of its keys (decode, verify); the others hold a block of queries and all keys (prefill).
+"""
+
+import triton
+import triton.language as tl
+
+from attn_triton.kernels.elements import unpack_fp4, widen_pair
+
+
+@triton.jit
+def _address(start, floor, limit, pages, key_start, PAGED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page and place in it of keys start .. start + BLOCK_N: (i64 scalar or [N], i32[N]). Packed keys are one page."""
+    keys = start + tl.arange(0, BLOCK_N)
+    if PAGED and PAGE % BLOCK_N == 0:
+        page = tl.load(pages + start // PAGE).to(tl.int64)
+        place = start % PAGE + tl.arange(0, BLOCK_N)
+    elif PAGED:
+        page = tl.load(pages + keys // PAGE, mask=(keys >= floor) & (keys < limit), other=0).to(tl.int64)
+        place = keys % PAGE
+    else:
+        page = key_start.to(tl.int64)
+        place = keys
+    return page, place
+
+
+@triton.jit
+def _tile(
+    base, blocks, page, place, live, stride_p, stride_t, block_p, block_t,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, PAGED: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One block of K or V as DTYPE[BLOCK_N, BLOCK_D]; rows that are not `live` read as zero.
+
+    8-bit kinds come as they are, u16[BLOCK_N, BLOCK_D / 2] of two neighbours: 16-bit elements can be loaded from shared
+    memory in the layout of a matrix operand, transposed or not, and are unpacked there.
+    """
+    PACK: tl.constexpr = 1 if KIND == 0 else 2
+    d = tl.arange(0, BLOCK_D // PACK)
+    if PAGED:
+        offset = page * stride_p + place * stride_t
+    else:
+        offset = (page + place) * stride_t
+    pointers = base + (offset[:, None] + d[None, :])
+    if MASKED and D != BLOCK_D:
+        x = tl.load(pointers, mask=live[:, None] & (d[None, :] < D // PACK), other=0)
+    elif MASKED:
+        x = tl.load(pointers, mask=live[:, None], other=0)
+    elif D != BLOCK_D:
+        x = tl.load(pointers, mask=d[None, :] < D // PACK, other=0)
+    else:
+        x = tl.load(pointers)
+    if KIND == 3:
+        e = tl.arange(0, BLOCK_D // 16)
+        factors = blocks + (page * block_p + place * block_t)[:, None] + e[None, :]
+        f = tl.load(factors, mask=live[:, None] & (e[None, :] < D // 16), other=0)
+        return unpack_fp4(x, f, BLOCK_N, BLOCK_D).to(DTYPE)
+    else:
+        return x
+
+
+@triton.jit
+def _sees_tree(keys, token, position, row, prefix, kv_len, low, bits, depth, drafts, words,
+               WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """bool[M, N]: prefix keys by interval, drafts by the mask bits; windows and chunks count tree positions."""
+    draft = keys - prefix
+    is_draft = (draft >= 0) & (keys < kv_len)
+    me = tl.minimum(token, drafts - 1)
+    word = tl.load(bits + ((row * drafts + me) * words)[:, None] + (draft // 32)[None, :], mask=is_draft[None, :], other=0)
+    seen = ((word >> (draft % 32)[None, :]) & 1) == 1
+    if WINDOW > 0 or RIGHT >= 0 or CHUNK > 0:
+        place = (prefix + tl.load(depth + row * drafts + draft, mask=is_draft, other=0))[None, :]
+        if WINDOW > 0:
+            seen &= place > position[:, None] - WINDOW
+        if RIGHT >= 0:
+            seen &= place <= position[:, None] + RIGHT
+        if CHUNK > 0:
+            seen &= place // CHUNK == position[:, None] // CHUNK
+    prefix_seen = (keys < prefix)[None, :] & (keys[None, :] >= low[:, None])
+    return prefix_seen | (is_draft[None, :] & seen)
+
+
+@triton.jit
+def _visit(
+    acc, acc_odd, total, top, q, q_odd, first, last, floor, low, high, token, position, row, prefix, kv_len,
+    k, v, k_blocks, v_blocks, pages, key_start, bits, depth, drafts, words,
+    k_strides, v_strides, factor, softcap,
+    MASK: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
+    V_DTYPE: tl.constexpr, ASM: tl.constexpr,
+    WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over key blocks of [first, last). MASK: 0 none, 1 intervals, 2 tree. Logits are in base 2.
+
+    Keys outside [floor, last) are not read: they may be poison. 8-bit kinds keep even
+    and odd elements of a head apart, in q and in the result. Returns (acc, acc_odd, total, top).
+    """
+    for start in tl.range(first, last, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        live = (keys >= floor) & (keys < last)
+        page, place = _address(start, floor, last, pages, key_start, PAGED, PAGE, BLOCK_N)
+        x = _tile(k, k_blocks, page, place, live, k_strides[0], k_strides[1], k_strides[2], k_strides[3],
+                  KIND, DTYPE, PAGED, MASK != 0, BLOCK_N, D, BLOCK_D)  # fmt: skip
+        if KIND == 1 or KIND == 2:
+            even, odd = widen_pair(x, KIND, DTYPE, ASM)
+            s = tl.dot(q, tl.trans(even))
+            s = tl.dot(q_odd, tl.trans(odd), s)
+        else:
+            s = tl.dot(q, tl.trans(x), input_precision=PRECISION)
+        if SOFTCAP:
+            t = s * factor  # 2 * log2(e) * logits / cap
+            s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(t)))
+        else:
+            s = s * factor
+        if MASK == 1:
+            s = tl.where((keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None]), s, float("-inf"))
+        elif MASK == 2:
+            seen = _sees_tree(keys, token, position, row, prefix, kv_len, low, bits, depth, drafts, words,
+                              WINDOW, RIGHT, CHUNK)  # fmt: skip
+            s = tl.where(seen & live[None, :], s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        if MASK != 0:
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        else:
+            safe = new_top
+        p = tl.exp2(s - safe[:, None])
+        alpha = tl.exp2(top - safe)
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        y = _tile(v, v_blocks, page, place, live, v_strides[0], v_strides[1], v_strides[2], v_strides[3],
+                  KIND, V_DTYPE, PAGED, MASK != 0, BLOCK_N, DV, BLOCK_DV)  # fmt: skip
+        if KIND == 1 or KIND == 2:
+            even, odd = widen_pair(y, KIND, V_DTYPE, ASM)
+            acc = tl.dot(p.to(V_DTYPE), even, acc)
+            acc_odd = tl.dot(p.to(V_DTYPE), odd, acc_odd * alpha[:, None])
+        else:
+            acc = tl.dot(p.to(V_DTYPE), y, acc, input_precision=PRECISION)
+        top = new_top
+    return acc, acc_odd, total, top
+
+
+@triton.jit
+def _bounds(position, kv_len, origin, prefix, span_low, span_high, index, valid,
+            WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, SPANS: tl.constexpr):  # fmt: skip
+    """Interval [low, high) of each query. Trees: the interval of prefix keys, up to `prefix`."""
+    low = tl.zeros_like(position) + origin
+    high = tl.zeros_like(position) + kv_len
+    if TREE:
+        high = tl.zeros_like(position) + prefix
+    elif RIGHT >= 0:
+        high = tl.minimum(high, position + RIGHT + 1)
+    if WINDOW > 0:
+        low = tl.maximum(low, position - WINDOW + 1)
+    if CHUNK > 0:
+        begin = position // CHUNK * CHUNK
+        low = tl.maximum(low, begin)
+        if not TREE:
+            high = tl.minimum(high, begin + CHUNK)
+    if SPANS:
+        left = tl.load(span_low + index, mask=valid, other=0)
+        right = tl.load(span_high + index, mask=valid, other=0)
+        inside = right > left
+        if WINDOW > 0:
+            left = tl.maximum(left, position - WINDOW + 1)
+            right = tl.minimum(right, position + WINDOW)
+        low = tl.where(inside, tl.minimum(low, tl.maximum(left, origin)), low)
+        high = tl.where(inside, tl.maximum(high, tl.minimum(right, kv_len)), high)
+    return low, tl.maximum(high, low)
+
+
+@triton.jit
+def attention_kernel(
+    q, k, v, k_blocks, v_blocks, out, lse, part_out, part_lse,
+    items, page_ptr, kv_lens, origins, query_offsets, key_offsets, splits, sizes, trees, span_low, span_high,
+    sinks, k_scale, v_scale, num_rows,
+    factor, softcap, v_factor, q_lift,
+    q_st, q_sh, k_sp, k_st, k_sh, kb_sp, kb_st, kb_sh, v_sp, v_st, v_sh, vb_sp, vb_st, vb_sh, o_st, o_sh,
+    drafts, words, heads,
+    RATIO: tl.constexpr, GROUP: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    SPLIT: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, V_DTYPE: tl.constexpr,
+    ASM: tl.constexpr, WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, SPANS: tl.constexpr,
+    ORIGIN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+    NEEDS_LSE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """q[T, Hq, D] against keys of pages or packed rows -> out[T, Hq, DV], lse f32[T, Hq].
+
+    Grid: (KV heads * HEAD_BLOCKS, items). ``items`` i32[n, 2] is (row, part), row -1 = nothing to do; row `num_rows` stands
+    for tokens of no row, whose result is zero. SPLIT: part = share of the keys, of ``sizes[row]`` keys each; a row with more
+    than one share leaves ``part_out`` f32[n, heads, BLOCK_M, DV] and ``part_lse`` (base 2) for the merge kernel.
+    """
+    head_program = tl.program_id(0)
+    item = tl.program_id(1)
+    row = tl.load(items + 2 * item)
+    if row < 0:
+        return
+    part = tl.load(items + 2 * item + 1)
+    kv_head = head_program // HEAD_BLOCKS
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+
+    begin = tl.load(query_offsets + row)
+    query_len = tl.load(query_offsets + row + 1) - begin
+    if PAGED:
+        kv_len = tl.load(kv_lens + row)
+        pages = tl.load(page_ptr + row).to(tl.pointer_type(tl.int32))
+        key_start = row * 0
+    else:
+        in_row = row < num_rows
+        key_start = tl.load(key_offsets + row, mask=in_row, other=0)
+        kv_len = tl.load(key_offsets + row + 1, mask=in_row, other=0) - key_start
+        pages = items
+    origin = tl.load(origins + row) if ORIGIN else 0
+    prefix = kv_len - query_len
+
+    m = tl.arange(0, BLOCK_M)
+    first_token = part * TOKENS if (not SPLIT) else tl.where(row == num_rows, part * TOKENS, 0)
+    token = first_token + m // GROUP
+    member = (head_program % HEAD_BLOCKS) * GROUP + m % GROUP
+    head = kv_head * RATIO + member
+    valid = (token < query_len) & (member < RATIO)
+    index = (begin + token).to(tl.int64)
+
+    position = prefix + token
+    bits = items
+    depth = items
+    if TREE:
+        bits = tl.load(trees).to(tl.pointer_type(tl.int32))
+        depth = tl.load(trees + 1).to(tl.pointer_type(tl.int32))
+        in_tree = valid & (row < num_rows)
+        position = prefix + tl.load(depth + row * drafts + tl.minimum(token, drafts - 1), mask=in_tree, other=0)
+    low, high = _bounds(position, kv_len, origin, prefix, span_low, span_high, index, valid,
+                        WINDOW, RIGHT, CHUNK, TREE, SPANS)  # fmt: skip
+    BIG: tl.constexpr = 2147483647
+    first = tl.min(tl.where(valid, low, BIG), 0)
+    last = kv_len if TREE else tl.max(tl.where(valid, high, 0), 0)
+    last = tl.where(row == num_rows, 0, last)
+    first = tl.minimum(first, last)
+
+    PAIR: tl.constexpr = 2 if KIND == 1 or KIND == 2 else 1  # even and odd elements apart
+    d = tl.arange(0, BLOCK_D // PAIR) * PAIR
+    q_at = q + index[:, None] * q_st + head[:, None] * q_sh + d[None, :]
+    x = tl.load(q_at, mask=valid[:, None] & (d[None, :] < D), other=0.0)
+    DTYPE: tl.constexpr = x.dtype
+    x_odd = x
+    if PAIR == 2:
+        x_odd = (tl.load(q_at + 1, mask=valid[:, None] & (d[None, :] < D), other=0.0) * q_lift).to(DTYPE)
+        x = (x * q_lift).to(DTYPE)
+    if K_SCALES != 0:
+        factor = factor * tl.load(k_scale + (kv_head if K_SCALES == 2 else 0))
+    k_at = k + kv_head.to(tl.int64) * k_sh
+    v_at = v + kv_head.to(tl.int64) * v_sh
+    kb_at = k_blocks + kv_head.to(tl.int64) * kb_sh
+    vb_at = v_blocks + kv_head.to(tl.int64) * vb_sh
+    k_strides = (k_sp, k_st, kb_sp, kb_st)
+    v_strides = (v_sp, v_st, vb_sp, vb_st)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
+    acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32) if PAIR == 2 else 0.0
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+
+    start = first // BLOCK_N * BLOCK_N
+    shares = 1
+    if SPLIT:
+        share = tl.load(sizes + row)
+        place = tl.load(splits + row)
+        shares = tl.load(splits + row + 1) - place
+        start += tl.where(row == num_rows, 0, part) * share
+        last = tl.minimum(last, start + share)
+        middle = tl.minimum(tl.maximum(prefix // BLOCK_N * BLOCK_N, start), last) if TREE else last
+        acc, acc_odd, total, top = _visit(
+            acc, acc_odd, total, top, x, x_odd, start, middle, first, low, high, token, position, row, prefix, kv_len,
+            k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
+            1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+    else:
+        full_low = tl.max(tl.where(valid, low, 0), 0)
+        full_high = tl.minimum(tl.min(tl.where(valid, high, BIG), 0), last)
+        if WINDOW > 0 or CHUNK > 0 or ORIGIN or SPANS:
+            inner = tl.maximum((full_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N, start)
+            acc, acc_odd, total, top = _visit(
+                acc, acc_odd, total, top, x, x_odd, start, tl.minimum(inner, last), first, low, high, token, position, row, prefix, kv_len,
+                k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
+                2 if TREE else 1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+        else:
+            inner = start
+        middle = tl.maximum(full_high // BLOCK_N * BLOCK_N, inner)
+        acc, acc_odd, total, top = _visit(
+            acc, acc_odd, total, top, x, x_odd, inner, middle, first, low, high, token, position, row, prefix, kv_len,
+            k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
+            0, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+    if TREE or (not SPLIT):
+        acc, acc_odd, total, top = _visit(
+            acc, acc_odd, total, top, x, x_odd, middle, last, first, low, high, token, position, row, prefix, kv_len,
+            k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
+            2 if TREE else 1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+
+    empty = top == float("-inf")
+    if V_SCALES != 0:
+        v_factor = v_factor * tl.load(v_scale + (kv_head if V_SCALES == 2 else 0))
+    e = tl.arange(0, BLOCK_DV // PAIR) * PAIR
+    keep = valid[:, None] & (e[None, :] < DV)
+    if SPLIT:
+        if (shares > 1) & (row < num_rows):
+            share_of = (v_factor / tl.where(empty, 1.0, total))[:, None]
+            at = (item.to(tl.int64) * heads + head_program) * BLOCK_M + m
+            tl.store(part_out + at[:, None] * DV + e[None, :], acc * share_of, mask=keep)
+            if PAIR == 2:
+                tl.store(part_out + at[:, None] * DV + e[None, :] + 1, acc_odd * share_of, mask=keep)
+            tl.store(part_lse + at, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=valid)
+            return
+    shrink = tl.zeros_like(total) + 1.0
+    if SINKS:
+        sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        total = tl.where(empty, 1.0, total * shrink + tl.exp2(sink - higher))
+        top = tl.where(empty, top, higher)
+    share_of = (shrink * v_factor / tl.where(empty, 1.0, total))[:, None]
+    o_at = out + index[:, None] * o_st + head[:, None] * o_sh + e[None, :]
+    tl.store(o_at, (acc * share_of).to(out.dtype.element_ty), mask=keep)
+    if PAIR == 2:
+        tl.store(o_at + 1, (acc_odd * share_of).to(out.dtype.element_ty), mask=keep)
+    if NEEDS_LSE:
+        value = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+        tl.store(lse + index * (heads // HEAD_BLOCKS * RATIO) + head, value, mask=valid)

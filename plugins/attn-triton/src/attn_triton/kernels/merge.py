@@ -1,0 +1,58 @@
+"""Merging of partial results: the shares of one row (decode), in base 2 with the sink added once; and two whole results."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_kernel(
+    part_out, part_lse, out, lse, splits, query_offsets, sinks, o_st, o_sh, heads,
+    RATIO: tl.constexpr, GROUP: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, MAX_TOKENS: tl.constexpr,
+    SINKS: tl.constexpr, NEEDS_LSE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """part_out f32[n, heads, BLOCK_M, DV], part_lse f32[n, heads, BLOCK_M] -> out[T, Hq, DV], lse f32[T, Hq].
+
+    Grid: (rows * MAX_TOKENS, Hq). Rows with one share were finished by the attention kernel and are left alone.
+    """
+    row = tl.program_id(0) // MAX_TOKENS
+    token = tl.program_id(0) % MAX_TOKENS
+    head = tl.program_id(1)
+    first = tl.load(splits + row)
+    count = tl.load(splits + row + 1) - first
+    begin = tl.load(query_offsets + row)
+    if (count <= 1) | (begin + token >= tl.load(query_offsets + row + 1)):
+        return
+    member = head % RATIO
+    program = head // RATIO * HEAD_BLOCKS + member // GROUP
+    m = token * GROUP + member % GROUP
+    e = tl.arange(0, BLOCK_DV)
+    s = tl.arange(0, BLOCK_S)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for start in tl.range(0, count, BLOCK_S):
+        live = start + s < count
+        at = ((first + start + s).to(tl.int64) * heads + program) * BLOCK_M + m
+        logs = tl.load(part_lse + at, mask=live, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(logs, 0))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(logs - safe)
+        values = tl.load(part_out + at[:, None] * DV + e[None, :], mask=live[:, None] & (e[None, :] < DV), other=0.0)
+        alpha = tl.exp2(top - safe)
+        acc = acc * alpha + tl.sum(weights[:, None] * values, 0)
+        total = total * alpha + tl.sum(weights, 0)
+        top = new_top
+    empty = top == float("-inf")
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp2(top - higher)
+        total = tl.where(empty, 1.0, total * shrink + tl.exp2(sink - higher))
+        acc = acc * shrink
+        top = tl.where(empty, top, higher)
+    result = acc / tl.where(empty, 1.0, total)
+    index = (begin + token).to(tl.int64)
+    tl.store(out + index * o_st + head * o_sh + e, result.to(out.dtype.element_ty), mask=e < DV)
+    if NEEDS_LSE:
+        value = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+        tl.store(lse + index * (heads // HEAD_BLOCKS * RATIO) + head, value)

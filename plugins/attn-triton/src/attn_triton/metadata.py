@@ -1,0 +1,149 @@
+"""What one step needs: buffers, the choice of kernel and tile, and the launch that fills them on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attn_core.context import GraphKey, GraphLimits, StepMetadata
+from attn_triton.rules import Tile, power_of_two
+
+if TYPE_CHECKING:
+    from attn_core.batch import AttentionBatch, KvAddress
+
+#: Larger than any length, small enough to be added to one.
+FAR = 1 << 30
+
+
+@dataclass(slots=True)
+class Buffers:
+    """Device memory of one step: i32 tensors of R + 2 entries, work items i32[n, 2], i64 page lists and tree addresses."""
+
+    kv_lens: torch.Tensor
+    origins: torch.Tensor
+    query_offsets: torch.Tensor
+    splits: torch.Tensor
+    sizes: torch.Tensor
+    items: torch.Tensor
+    page_ptr: torch.Tensor
+    trees: torch.Tensor
+    span_low: torch.Tensor
+    span_high: torch.Tensor
+    part_out: torch.Tensor
+    part_lse: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        tensors = (getattr(self, name) for name in self.__slots__)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def allocate(rows: int, items: int, spans: int, parts: int, width: int, device: torch.device) -> Buffers:
+    """Buffers for `rows` rows and `items` items; `spans` tokens with spans; `parts` partial result rows of `width`."""
+    lengths = (rows + 2,) * 5 + (2 * max(items, 1), max(spans, 1), max(spans, 1))
+    whole = torch.empty(sum(lengths), dtype=torch.int32, device=device)
+    kv_lens, origins, offsets, splits, sizes, work, low, high = whole.split(lengths)
+    wide = torch.empty(rows + 4, dtype=torch.int64, device=device)
+    results = torch.empty(max(parts, 1) * (width + 1), dtype=torch.float32, device=device)
+    part_out, part_lse = results.split([max(parts, 1) * width, max(parts, 1)])
+    return Buffers(
+        kv_lens, origins, offsets, splits, sizes, work, wide[: rows + 2], wide[rows + 2 :], low, high, part_out, part_lse
+    )
+
+
+@dataclass(slots=True)
+class TritonMetadata(StepMetadata):
+    """One step of one group. ``split`` chooses the kernel; buffers may be shared by all keys of a graph state."""
+
+    split: bool = False
+    paged: bool = True
+    tile: Tile = field(default_factory=lambda: Tile(16, 16, 1, 1, 4, 1))
+    num_items: int = 0
+    rows: int = 0
+    tokens: int = 0
+    page_size: int = 1
+    max_query_len: int = 1
+    has_origin: bool = False
+    has_spans: bool = False
+    tree: tuple[int, int] | None = None  #: (drafts, words of the mask)
+    key_offsets: torch.Tensor | None = None
+    buffers: Buffers | None = None
+    held: Any = None  #: what device addresses point into must live as long as this
+
+
+@dataclass(slots=True)
+class TritonState:
+    """Static buffers of one (group, lane), and the metadata object of each key."""
+
+    limits: GraphLimits
+    lane: int
+    buffers: Buffers
+    max_items: int
+    pad_kv_len: int = 0
+    metadata: dict[GraphKey, TritonMetadata] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all static buffers."""
+        return self.buffers.nbytes
+
+
+def trailing_tokens(batch: AttentionBatch) -> int:
+    """Most tokens that can lie behind the last row (0 where every padded row has its tokens)."""
+    lens = {segment.query_len for segment in batch.segments}
+    if len(lens) == 1 and None not in lens:
+        return max(0, batch.padded_tokens - batch.padded_rows * (lens.pop() or 0))
+    return batch.padded_tokens
+
+
+def count_items(
+    batch: AttentionBatch, tile: Tile, split: bool, max_kv_len: int, floor: int, target: int | None
+) -> int:
+    """Upper bound of the work items of a step, from host data alone. `target` None: shares of `floor` keys, always."""
+    rows, tokens = batch.padded_rows, batch.padded_tokens
+    if split:
+        most = rows * max(1, -(-max_kv_len // floor))
+        return (most if target is None else min(most, target + rows)) + -(-trailing_tokens(batch) // tile.tokens)
+    return min(-(-tokens // tile.tokens) + rows + 1, rows * -(-batch.max_query_len // tile.tokens) + -(-tokens // tile.tokens))
+
+
+def fill(
+    metadata: TritonMetadata, batch: AttentionBatch, address: KvAddress | None, window: int, floor: int, target: int | None
+) -> None:
+    """The step's one launch (two with spans): everything in ``metadata.buffers``. Nothing waits for the device."""
+    from attn_triton.kernels.prepare import prepare_kernel, span_kernel
+
+    buffers, rows, tree = metadata.buffers, batch.padded_rows, batch.tree
+    assert buffers is not None
+    none = buffers.items
+    entries = none if address is None else (address.table if address.table is not None else address.indices)
+    dense = address is not None and address.table is not None
+    prepare_kernel[(1,)](
+        none if address is None else address.kv_lens,
+        batch.query_offsets,
+        address.origin if metadata.has_origin and address is not None else none,
+        entries,
+        address.table_rows if dense and address.table_rows is not None else none,  # type: ignore[union-attr]
+        none if dense or address is None else address.indptr,
+        none if tree is None else tree.mask_bits,
+        none if tree is None else tree.depth,
+        buffers.kv_lens, buffers.query_offsets, buffers.origins, buffers.page_ptr, buffers.splits, buffers.sizes,
+        buffers.items, buffers.trees,
+        rows, batch.padded_tokens, metadata.num_items,
+        address.table.stride(0) if dense else 0,  # type: ignore[union-attr]
+        metadata.page_size, window or FAR, FAR if target is not None else floor, floor, target or 1, metadata.tile.tokens,
+        SPLIT=metadata.split, PAGED=metadata.paged, DENSE=dense, ROWS=dense and address.table_rows is not None,  # type: ignore[union-attr]
+        ORIGIN=metadata.has_origin, TREE=tree is not None, STEP=metadata.tile.block_n,
+        BLOCK_R=power_of_two(rows + 1, 16), BLOCK_I=512, SEARCH=(rows + 1).bit_length() + 1,
+        num_warps=8,
+    )  # fmt: skip
+    metadata.held = (batch.addresses, tree)
+    if metadata.has_spans:
+        assert batch.spans is not None
+        span_kernel[(-(-batch.padded_tokens // 128),)](
+            batch.spans, batch.spans.shape[0], buffers.query_offsets, buffers.kv_lens, buffers.span_low, buffers.span_high,
+            batch.padded_tokens, 128, (rows + 1).bit_length() + 1, rows,
+        )  # fmt: skip
