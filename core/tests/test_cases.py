@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from attn_core.testing import cases_words as words
 from attn_core.testing.cases import MARKS, main, run_entry
 from attn_core.testing.cases_expect import CHECKS
@@ -20,21 +19,135 @@ DATA = Path(__file__).parent / "data"
 FILES = (DATA / "cases.json", DATA / "cases_more.json")
 LIBRARY = Library.beside(FILES[0])
 
-EXPECT = """adapter advice_mentions compatible cuda_graph decode decode_in diff draft_decode_in eligible_on error error_lists
-error_mentions error_or_buffer_ge error_or_other_backend explain_mentions first groups json_keys kernel_page_in
-kv_bytes_full_layer kv_bytes_per_token_per_rank_bf16 kv_bytes_sliding_layer kv_heads_per_rank layout linear_decode
-linear_prefill log_mentions mixed_batch no_group_kind no_weights_loaded not_any_phase not_imported ok padded_heads page_size
-page_size_in plan_options pool_page_multiple_of_kernel_page pools prefill prefill_in problem_mentions rejected sliding_layers
-spec_topk state_bytes_per_seq_per_layer_ssm suggest_tp target_decode variant vision warmup_routes warning_mentions
-workspace_bytes_ge""".split()
-INSTALLED = """adapter combos decode_ratios deny deterministic diff_kv diff_kv_with_sinks enable_with enabled gfx graph head_dim_max
-head_dim_multiple head_dims head_k_dim jit kv kv_prefill kv_rules layouts lib lib_version max_pool_elements mha_pages min_cuda
-mla_decode_pages mla_geometry mla_heads mla_heads_rule mla_pages needs_lds order page_multiple pages phases prebuilt
-prefill_ratios qkv ratios returns_lse roles self_test sliding sm softcap state_dtypes""".split()
-FLAGS = """attention_backend attention_backend_per_kind backend_options chunked_prefill_size context_length cuda_graph dcp
-decode_attention_backend deterministic disable_chunked_prefix_cache disable_variants dtype exclude_backends forbid_jit hicache
-kv_cache_dtype max_prefill_tokens num_pages page_size prefill_attention_backend shared_allocation spec_algorithm spec_topk
-tp""".split()
+EXPECT = [
+    "adapter",
+    "advice_mentions",
+    "compatible",
+    "cuda_graph",
+    "decode",
+    "decode_in",
+    "diff",
+    "draft_decode_in",
+    "eligible_on",
+    "error",
+    "error_lists",
+    "error_mentions",
+    "error_or_buffer_ge",
+    "error_or_other_backend",
+    "explain_mentions",
+    "first",
+    "groups",
+    "json_keys",
+    "kernel_page_in",
+    "kv_bytes_full_layer",
+    "kv_bytes_per_token_per_rank_bf16",
+    "kv_bytes_sliding_layer",
+    "kv_heads_per_rank",
+    "layout",
+    "linear_decode",
+    "linear_prefill",
+    "log_mentions",
+    "mixed_batch",
+    "no_group_kind",
+    "no_weights_loaded",
+    "not_any_phase",
+    "not_imported",
+    "ok",
+    "padded_heads",
+    "page_size",
+    "page_size_in",
+    "plan_options",
+    "pool_page_multiple_of_kernel_page",
+    "pools",
+    "prefill",
+    "prefill_in",
+    "problem_mentions",
+    "rejected",
+    "sliding_layers",
+    "spec_topk",
+    "state_bytes_per_seq_per_layer_ssm",
+    "suggest_tp",
+    "target_decode",
+    "variant",
+    "vision",
+    "warmup_routes",
+    "warning_mentions",
+    "workspace_bytes_ge",
+]
+INSTALLED = [
+    "adapter",
+    "combos",
+    "decode_ratios",
+    "deny",
+    "deterministic",
+    "diff_kv",
+    "diff_kv_with_sinks",
+    "enable_with",
+    "enabled",
+    "gfx",
+    "graph",
+    "head_dim_max",
+    "head_dim_multiple",
+    "head_dims",
+    "head_k_dim",
+    "jit",
+    "kv",
+    "kv_prefill",
+    "kv_rules",
+    "layouts",
+    "lib",
+    "lib_version",
+    "max_pool_elements",
+    "mha_pages",
+    "min_cuda",
+    "mla_decode_pages",
+    "mla_geometry",
+    "mla_heads",
+    "mla_heads_rule",
+    "mla_pages",
+    "needs_lds",
+    "order",
+    "page_multiple",
+    "pages",
+    "phases",
+    "prebuilt",
+    "prefill_ratios",
+    "qkv",
+    "ratios",
+    "returns_lse",
+    "roles",
+    "self_test",
+    "sliding",
+    "sm",
+    "softcap",
+    "state_dtypes",
+]
+FLAGS = [
+    "attention_backend",
+    "attention_backend_per_kind",
+    "backend_options",
+    "chunked_prefill_size",
+    "context_length",
+    "cuda_graph",
+    "dcp",
+    "decode_attention_backend",
+    "deterministic",
+    "disable_chunked_prefix_cache",
+    "disable_variants",
+    "dtype",
+    "exclude_backends",
+    "forbid_jit",
+    "hicache",
+    "kv_cache_dtype",
+    "max_prefill_tokens",
+    "num_pages",
+    "page_size",
+    "prefill_attention_backend",
+    "shared_allocation",
+    "spec_algorithm",
+    "spec_topk",
+    "tp",
+]
 
 
 def entries() -> list[tuple[str, dict]]:
@@ -94,7 +207,9 @@ def test_what_is_not_met_or_not_known_is_a_failure(repro: dict, text: str) -> No
     assert text in failures[0]
 
 
-def test_the_command_prints_a_line_a_case_and_fails_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_prints_a_line_a_case_and_fails_with_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     file = tmp_path / "cases.json"
     good = {"id": "A", "title": "good", "mark": "planner", "repro": {"model": "qwen3-8b", "expect": {"ok": True}}}
     bad = {"id": "B", "title": "bad", "mark": "ux", "repro": {"model": "qwen3-8b", "expect": {"ok": False}}}
@@ -110,7 +225,9 @@ def test_the_command_prints_a_line_a_case_and_fails_with_status_1(tmp_path: Path
 
 
 def test_it_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "attn_core.testing.cases"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "attn_core.testing.cases"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert "FILE.json" in done.stdout
 

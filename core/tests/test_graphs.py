@@ -1,4 +1,4 @@
-"""Capture and replay on the reference backend, with a recorder that re-runs: the protocol, on any machine."""
+"""Capture and replay on the reference backend: real graphs on a GPU, and on a CPU a recorder that re-runs (the protocol)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from toys import mha_model
-
 from attn_core.batch import AttentionBatch
 from attn_core.cache import PagedKVCache
 from attn_core.context import GraphLimits
@@ -21,18 +19,30 @@ from attn_core.planner import solve_plan
 from attn_core.platform import parse_platform
 from attn_core.router import Router
 from attn_core.testing import reference_backend
+from toys import mha_model
 
 LIMITS = GraphLimits(rows=(2, 4), max_tokens=16, max_query_len=4, max_kv_len=64, max_pages=16)
 PAGE = 16
 
 
-def setup() -> tuple[Router, MhaLayer, Any]:
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return str(request.param)
+
+
+def setup(device: str = "cpu") -> tuple[Router, MhaLayer, Any]:
     model = mha_model(layers=1, q_heads=4, kv_heads=2, qk_dim=16, v_dim=8, scale=0.25)
     manifest = reference_backend.load_manifest()
     options = Options.of(page_size=PAGE, dtype="float32", allow_experimental=True, speculative_algorithm="NGRAM")
     plan = solve_plan(model, parse_platform("cuda:sm90"), options, [manifest], tie_order={})
-    router = Router(plan, Registry.with_manifests([manifest], modules={manifest.package: reference_backend}))
-    cache = PagedKVCache.from_plan(plan, num_pages=16)
+    router = Router(
+        plan, Registry.with_manifests([manifest], modules={manifest.package: reference_backend}), device=device
+    )
+    cache = PagedKVCache.from_plan(plan, num_pages=16, device=device)
     layer = MhaLayer(0, plan.groups[0].group)
     kv = cache.layer(0)
     for plane in (kv.k, kv.v):
@@ -47,52 +57,55 @@ def runner_of(router: Router, layer: MhaLayer) -> GraphRunner:
         return result
 
     geometry = layer.geometry
-    example = {
-        "q": torch.zeros(1, geometry.q_heads, geometry.qk_dim),
-        "k": torch.zeros(1, geometry.kv_heads, geometry.qk_dim),
-        "v": torch.zeros(1, geometry.kv_heads, geometry.v_dim),
+    heads = {
+        "q": (geometry.q_heads, geometry.qk_dim),
+        "k": (geometry.kv_heads, geometry.qk_dim),
+        "v": (geometry.kv_heads, geometry.v_dim),
     }
-    return GraphRunner(router, forward, LIMITS, example, recorder=RerunRecorder())
+    example = {name: torch.zeros(1, *shape, device=router.device) for name, shape in heads.items()}
+    recorder = None if router.device.type == "cuda" else RerunRecorder()
+    return GraphRunner(router, forward, LIMITS, example, recorder=recorder)
 
 
 def random_inputs(runner: GraphRunner, tokens: int) -> dict[str, torch.Tensor]:
-    return {name: torch.randn(tokens, *one.shape[1:]) for name, one in runner.example.items()}
+    return {name: torch.randn(tokens, *one.shape[1:], device=one.device) for name, one in runner.example.items()}
 
 
-def decode(kv_lens: list[int], phase: str = "decode", query_len: int = 1) -> AttentionBatch:
+def decode(kv_lens: list[int], phase: str = "decode", query_len: int = 1, device: str = "cpu") -> AttentionBatch:
     pages = [[1 + 3 * row, 2 + 3 * row, 3 + 3 * row] for row in range(len(kv_lens))]
-    return build_batch([query_len] * len(kv_lens), kv_lens, PoolRows(PAGE, pages), phase)
+    return build_batch([query_len] * len(kv_lens), kv_lens, PoolRows(PAGE, pages), phase, device=device)
 
 
-def test_replay_equals_eager_when_lengths_change_and_rows_are_padded() -> None:
-    router, layer, _ = setup()
+def test_replay_equals_eager_when_lengths_change_and_rows_are_padded(device: str) -> None:
+    router, layer, _ = setup(device)
     runner = runner_of(router, layer)
     assert runner.capture("decode") == [4, 2]
     for kv_lens in ([5, 17, 33], [48, 1, 16], [2], [20, 30, 40, 7], [15, 16]):
-        batch = decode(kv_lens)
+        batch = decode(kv_lens, device=device)
         inputs = random_inputs(runner, len(kv_lens))
         replayed = runner.run(batch, inputs).clone()
-        eager = runner.forward(router.begin(decode(kv_lens)), inputs)
+        eager = runner.forward(router.begin(decode(kv_lens, device=device)), inputs)
         torch.testing.assert_close(replayed, eager)
     assert (runner.replays, runner.eager_runs) == (5, 0)
 
 
-def test_verify_is_captured_with_its_own_width() -> None:
-    router, layer, _ = setup()
+def test_verify_is_captured_with_its_own_width(device: str) -> None:
+    router, layer, _ = setup(device)
     runner = runner_of(router, layer)
     runner.capture("verify", query_len=4)
-    batch = decode([20, 9, 30], "verify", 4)
+    batch = decode([20, 9, 30], "verify", 4, device)
     inputs = random_inputs(runner, 12)
     replayed = runner.run(batch, inputs).clone()
-    torch.testing.assert_close(replayed, runner.forward(router.begin(decode([20, 9, 30], "verify", 4)), inputs))
+    eager = runner.forward(router.begin(decode([20, 9, 30], "verify", 4, device)), inputs)
+    torch.testing.assert_close(replayed, eager)
 
 
-def test_padded_rows_write_nothing() -> None:
-    router, layer, kv = setup()
+def test_padded_rows_write_nothing(device: str) -> None:
+    router, layer, kv = setup(device)
     runner = runner_of(router, layer)
     runner.capture("decode")
     before = kv.k.clone()
-    batch = decode([5])
+    batch = decode([5], device=device)
     runner.run(batch, random_inputs(runner, 1))
     changed = (kv.k != before).flatten(2).any(-1).nonzero().tolist()
     assert changed == [[1, 4]]

@@ -11,6 +11,8 @@ import torch
 from attn_core.manifest import Manifest
 from attn_core.testing.cells import FAILED, PASSED, CellResult
 from attn_core.testing.reference_backend import ReferenceBackend, load_manifest
+from attn_core.testing.reference_gdn import GdnReference, load_gdn_manifest
+from attn_core.testing.reference_mla import MlaReference, load_mla_manifest
 from kit_faults import Fault, caught, load_faults
 
 #: Faults that core itself stops with an exception; all others are found in numbers, bits or addresses.
@@ -27,6 +29,8 @@ def one_thread():
 
 
 def manifest_for(fault: Fault) -> Manifest:
+    if fault.kind != "mha":
+        return {"gdn": load_gdn_manifest, "mla": load_mla_manifest}[fault.kind]()
     manifest = load_manifest()
     if fault.check == "refuses_bad_inputs":  # is about a feature that is not declared
         row = manifest.variants[0].allow[0]
@@ -52,7 +56,8 @@ def test_fault_is_caught(name: str) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_right_backend_passes_the_same_check(name: str) -> None:
     fault = FAULTS[name]
-    result = caught(fault, ReferenceBackend, manifest_for(fault))
+    right = {"mha": ReferenceBackend, "gdn": GdnReference, "mla": MlaReference}[fault.kind]
+    result = caught(fault, right, manifest_for(fault))
     assert result.outcome == PASSED, result.problems or result.reason
 
 

@@ -20,7 +20,7 @@ from attn_core.testing.declared import Ask, Hardware, dtype_triples, head_dims, 
 from attn_core.testing.fake import make_manifest
 from attn_core.testing.harness import BackendUnderTest
 from attn_core.testing.reference_backend import ReferenceBackend, load_manifest
-from attn_core.testing.report import load_schema, run_verification, split_name
+from attn_core.testing.report import in_turns, load_schema, run_verification, split_name
 from attn_core.testing.shrink import shrink
 from attn_core.testing.spec import CaseSpec
 from kit_faults.numbers import WindowWide
@@ -74,6 +74,16 @@ def test_right_backend_passes_and_the_rest_is_refused() -> None:
     assert "softcap is not declared" in refused["feature softcap"]
 
 
+@pytest.mark.parametrize("kind", ["gdn", "mla"])
+def test_references_of_other_kinds_pass(kind: str) -> None:
+    backend = BackendUnderTest.installed(kind, "reference")
+    report = run_verification(kind, "reference", quick=True, backend=backend, budget_s=20.0)
+    assert report["summary"]["failed"] == 0, report["failures"]
+    assert report["summary"]["passed"] > 10
+    ran = {cell["check"] for cell in report["cells"] if cell["outcome"] == "passed"}
+    assert ran == {check.name for check in checks_of(kind) if not check.device}
+
+
 def test_a_page_size_that_is_only_emulated_counts_as_undeclared() -> None:
     results = run_all(backend_of())
     pages = {r.cell.undeclared: r.outcome for r in results if r.cell.undeclared.startswith("page_size")}
@@ -118,13 +128,11 @@ def test_candidates_come_from_the_row() -> None:
 def test_every_check_of_a_capability_exists() -> None:
     from attn_core.capabilities import FEATURES
 
-    known = {check.name for kind in ("mha", "mm", "gdn") for check in checks_of(kind)}
-    tested = {feature for check in checks_of("mha") for feature in check.features}
-    without = {"gather", "dcp_decode", "dcp_multi_query", "external_conv", "checkpoints"}
-    assert set(FEATURES) - tested <= without
-    for check in checks_of("mha"):
-        assert check.proves.endswith((".", ")")) or check.proves, check.name
-    assert {"window", "sinks", "softcap", "verify_tree", "mixed", "partial", "lse"} <= known
+    known = {check.name for kind in ("mha", "mm", "gdn", "mla") for check in checks_of(kind)}
+    without = {"dcp"}  # needs an address form for a rank's own share of the pages
+    for name, capability in FEATURES.items():
+        assert set(capability.tests) <= known | without, name
+    assert all(check.proves for kind in ("mha", "mm", "gdn", "mla") for check in checks_of(kind))
 
 
 # --- failures -------------------------------------------------------------------------------------------------------------
@@ -218,6 +226,18 @@ def test_report_of_a_false_declaration_has_the_failure(tmp_path: Path) -> None:
     jsonschema.validate(report, load_schema())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**report, "schema_version": 2}, load_schema())
+
+
+def test_what_the_time_budget_leaves_out_is_skipped_and_says_so() -> None:
+    report = run_verification("mha", "fake", quick=True, backend=backend_of(), budget_s=0.0)
+    assert report["summary"]["passed"] == 0
+    assert report["summary"]["refused"] > 0
+    assert {cell["reason"] for cell in report["cells"] if cell["outcome"] == "skipped"} == {
+        "the time budget of 0 s is spent"
+    }
+    order = [cell.check for cell in in_turns(list_cells(backend_of(), "cpu"))]
+    first = order[: len(set(order))]
+    assert len(set(first)) == len(first)  # every check has its turn before any has a second one
 
 
 def test_unknown_names_are_refused() -> None:

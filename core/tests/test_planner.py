@@ -8,10 +8,6 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from toys import hybrid_model, mha_model, mixed_model, mla_model, toy
-
 from attn_core.errors import PlanError, UsageError
 from attn_core.geometry import Model
 from attn_core.manifest import Manifest
@@ -19,6 +15,9 @@ from attn_core.options import Options
 from attn_core.plan import Plan, load_plan
 from attn_core.planner import solve_plan
 from attn_core.platform import parse_platform
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import hybrid_model, mha_model, mixed_model, mla_model, toy
 
 ARCHS = ["sm75", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121"]
 
@@ -58,9 +57,14 @@ def test_c02_a_backend_is_eligible_exactly_on_its_archs(arch: str, declared: lis
     arch=st.sampled_from(ARCHS),
 )
 @settings(max_examples=60, deadline=None)
-def test_auto_and_explicit_agree_on_eligibility(archs: set[str], dims: int, limit: int, softcap: bool, arch: str) -> None:
+def test_auto_and_explicit_agree_on_eligibility(
+    archs: set[str], dims: int, limit: int, softcap: bool, arch: str
+) -> None:
     model = mha_model(qk_dim=dims, v_dim=dims, softcap=30.0 if softcap else None)
-    manifests = [toy("limited", arch=sorted(archs), head_dims={"max": limit}, features=["lse"]), toy("able", arch=[arch])]
+    manifests = [
+        toy("limited", arch=sorted(archs), head_dims={"max": limit}, features=["lse"]),
+        toy("able", arch=[arch]),
+    ]
     auto = plan(model, manifests, f"cuda:{arch}", dtype="float16")
     rejected = {r.backend for r in auto.rejected if all(x.code not in ("outranked",) for x in r.reasons)}
     try:
@@ -137,7 +141,11 @@ def test_c44_the_draft_model_never_inherits() -> None:
     manifests = [toy("a"), toy("b"), toy("c", order=[{"rank": 1}])]
     for target, draft in [(None, None), ("a", None), (None, "b"), ("a", "b")]:
         found = plan(
-            mha_model(), manifests, attention_backend=target, draft_attention_backend=draft, speculative_algorithm="EAGLE"
+            mha_model(),
+            manifests,
+            attention_backend=target,
+            draft_attention_backend=draft,
+            speculative_algorithm="EAGLE",
         )
         assert served(found)["decode"] == (target or "c")
         assert set(served(found, model="draft").values()) == {draft or "c"}
@@ -212,7 +220,9 @@ def test_c32_an_empty_intersection_names_both_sets() -> None:
     """C32: 128 against 32 and 64, nobody is snapped."""
     manifests = [toy("wide", page_size=[128]), toy("narrow", page_size=[32, 64])]
     with pytest.raises(PlanError) as caught:
-        plan(mha_model(), manifests, prefill_attention_backend="wide", decode_attention_backend="narrow", kv_layout="HND")
+        plan(
+            mha_model(), manifests, prefill_attention_backend="wide", decode_attention_backend="narrow", kv_layout="HND"
+        )
     with pytest.raises(PlanError) as caught:
         manifests = [
             toy("wide", page_size={"exactly": 128}),
@@ -242,7 +252,9 @@ def test_exactly_is_about_the_pool_and_cannot_be_emulated() -> None:
 
 def test_c36_joint_limits_are_deny_rows() -> None:
     """C36: page 16 with head dim 256 is refused as a pair, each alone is fine."""
-    deny = [{"code": "page_head_dim", "reason": "known wrong results", "when": {"page_size": 16, "head_dims": [[256, 256]]}}]
+    deny = [
+        {"code": "page_head_dim", "reason": "known wrong results", "when": {"page_size": 16, "head_dims": [[256, 256]]}}
+    ]
     manifests = [toy("t", page_size=[16, 32, 64], deny=deny)]
     wide = mha_model(qk_dim=256, v_dim=256)
     assert plan(wide, manifests).page_size in (32, 64)
@@ -282,7 +294,9 @@ def test_tensor_parallel_heads() -> None:
     found = plan(mha_model(), [toy("a", gqa_ratio=[4])], tp_size=4)
     geometry = found.group("full").group.geometry
     assert (geometry.q_heads, geometry.kv_heads) == (8, 2)
-    assert plan(mla_model(), [toy("m", kind="mla", q_heads=[2])], tp_size=8).group("mla").phases["decode"].backend == "m"
+    assert (
+        plan(mla_model(), [toy("m", kind="mla", q_heads=[2])], tp_size=8).group("mla").phases["decode"].backend == "m"
+    )
 
 
 def test_linear_layers_have_flags_of_their_own() -> None:
@@ -357,9 +371,17 @@ def test_unknown_options_are_refused_with_the_nearest() -> None:
 def test_planning_is_fast_enough_with_many_plugins() -> None:
     import time
 
-    manifests = [toy(f"t{i}", order=[{"rank": 1 + i}], page_size=random.Random(i).sample([1, 16, 32, 64], 2)) for i in range(25)]
+    manifests = [
+        toy(f"t{i}", order=[{"rank": 1 + i}], page_size=random.Random(i).sample([1, 16, 32, 64], 2)) for i in range(25)
+    ]
     plan(mha_model(), manifests)
     started = time.perf_counter()
     for _ in range(5):
         plan(mha_model(), manifests)
     assert (time.perf_counter() - started) / 5 < 0.25  # generous: the benchmark records the real figure
+
+
+def test_names_in_preferences_that_match_nothing_are_said() -> None:
+    found = plan(mha_model(), [toy("triangle")], exclude_backends="triangel", prefer_backends="other/thing")
+    assert any("--exclude-backends: 'triangel'" in w and "did you mean triangle" in w for w in found.warnings)
+    assert any("--prefer-backends: 'other/thing'" in w for w in found.warnings)

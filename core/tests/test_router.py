@@ -10,9 +10,9 @@ import torch
 from attn_core.batch import AttentionBatch, DraftSteps, Segment
 from attn_core.context import GraphLimits
 from attn_core.discovery import Registry
-from attn_core.errors import BatchError, BindError, GraphError, WorkerMismatch
+from attn_core.errors import BatchError, BindError, GraphError, UsageError, WorkerMismatch
 from attn_core.geometry import DsaGeometry, LayerGroup, MhaGeometry, MlaGeometry, Model
-from attn_core.hookspecs import BACKEND_HOOKS
+from attn_core.hookspecs import BACKEND_HOOKS, hookimpl
 from attn_core.layers import (
     DsaCache,
     DsaLayer,
@@ -23,6 +23,7 @@ from attn_core.layers import (
     MlaCache,
     MlaLayer,
     MmInputs,
+    Scale,
 )
 from attn_core.manifest import Manifest
 from attn_core.options import Options
@@ -40,7 +41,7 @@ def make(model: Model, plugins: dict[str, RecordingPlugin], manifests: list[Mani
     options.setdefault("dtype", "float32")
     plan = solve_plan(model, parse_platform("cuda:sm90"), Options.of(options), manifests, tie_order={})
     modules = {f"attn-{name}": plugin for name, plugin in plugins.items()}
-    return Router(plan, Registry.with_manifests(manifests, modules=modules))
+    return Router(plan, Registry.with_manifests(manifests, modules=modules), device="cpu")
 
 
 def bind_all(router: Router, model: str = "target") -> list[MhaLayer]:
@@ -190,7 +191,7 @@ def test_all_draft_steps_get_their_metadata_in_one_call() -> None:
     router, _, _, _ = two_way(speculative_algorithm="EAGLE", draft_attention_backend="a")
     draft_group = next(g.group for g in router.plan.groups if g.group.model == "draft")
     layer = MhaLayer(0, draft_group)
-    other = Router(router.plan, router.registry)
+    other = Router(router.plan, router.registry, device="cpu")
     other.bind([layer], [cache_for(draft_group.geometry)])
     batch = batch_of([("draft", [1, 1])], pools=2)
     steps = other.begin_draft(batch, DraftSteps(3, 1, torch.arange(6).reshape(2, 1, 3)))
@@ -333,7 +334,7 @@ def test_the_router_leaves_no_hook_out() -> None:
     step.gather(layers[0])
     step = router.begin(batch_of([("decode", [1])]))
     step.attend(layers[0], inputs_for(1, layers[0].geometry))
-    router.commit(step, torch.zeros(1, dtype=torch.int32))
+    router.commit(router.begin(batch_of([("verify", [4])])), torch.zeros(1, dtype=torch.int32))
     router.begin_draft(batch_of([("draft", [1])], pools=2), DraftSteps(2, 1, torch.zeros(1, 1, 2, dtype=torch.int64)))
     sparse, layer = dsa_router(plugin)
     sparse.begin(batch_of([("decode", [1])], pools=2)).index(
@@ -350,7 +351,7 @@ def test_the_router_leaves_no_hook_out() -> None:
 
 def test_layers_are_checked_against_the_plan() -> None:
     router, layers, _, _ = two_way()
-    fresh = Router(router.plan, router.registry)
+    fresh = Router(router.plan, router.registry, device="cpu")
     group = router.plan.groups[0].group
     with pytest.raises(BindError, match="sinks that were not planned"):
         fresh.bind([MhaLayer(0, group, sinks=torch.zeros(32))], [cache_for(group.geometry)])
@@ -377,6 +378,181 @@ def test_a_worker_without_the_planned_plugin_says_so() -> None:
     router, _, _, _ = two_way()
     with pytest.raises(WorkerMismatch):
         Router(router.plan, Registry.with_manifests([toy("a")], modules={"attn-a": RecordingPlugin()}))
+
+
+def test_verify_rows_are_not_merged_with_others() -> None:
+    """A tree belongs to its verify rows; decode beside it is a call of its own, and commit sees verify rows only."""
+    plugin = RecordingPlugin()
+    router = make(mha_model(), {"r": plugin}, [toy("r")], page_size=16, speculative_algorithm="NGRAM")
+    layers = bind_all(router)
+    step = router.begin(batch_of([("decode", [1]), ("verify", [4, 4])]))
+    step.attend(layers[0], inputs_for(9, layers[0].geometry))
+    assert (plugin.calls["attn_decode"], plugin.calls["attn_extend"]) == (1, 1)
+    seen: list[Any] = []
+    run = step.runs()[1]
+    run.bound = replace(
+        run.bound, attn_commit=lambda batch, group, caches, metadata, accepted: seen.append(accepted.tolist())
+    )
+    router.commit(step, torch.tensor([7, 1, 2], dtype=torch.int32))
+    assert seen == [[1, 2]]
+
+
+def test_one_segment_can_be_attended_alone() -> None:
+    router = make(mha_model(), {"a": RecordingPlugin()}, [toy("a")], page_size=16)
+    layers = bind_all(router)
+    step = router.begin(batch_of([("decode", [1, 1]), ("prefill", [3])]))
+    for segment, tokens in ((0, 2), (1, 3)):
+        out = step.attend(layers[0], inputs_for(tokens, layers[0].geometry), segment=segment)
+        assert out.shape[0] == tokens
+    with pytest.raises(BatchError, match="segment 7"):
+        step.attend(layers[0], inputs_for(3, layers[0].geometry), segment=7)
+
+
+def test_a_layer_belongs_to_one_router() -> None:
+    router, layers, _, _ = two_way()
+    step = router.begin(batch_of([("decode", [1])]))
+    stranger = MhaLayer(0, layers[0].group)
+    with pytest.raises(BindError, match="not bound to this router"):
+        step.attend(stranger, inputs_for(1, layers[0].geometry))
+    unbound = Router(router.plan, router.registry, device="cpu").begin(batch_of([("decode", [1])]))
+    with pytest.raises(BindError, match="not bound to this router"):
+        unbound.attend(layers[0], inputs_for(1, layers[0].geometry))
+
+
+def test_a_failed_bind_leaves_the_router_as_it_was() -> None:
+    router, _, _, _ = two_way()
+    fresh = Router(router.plan, router.registry, device="cpu")
+    group = fresh.plan.groups[0].group
+    with pytest.raises(BindError, match="no cache"):
+        fresh.bind([MhaLayer(0, group)], [None])
+    fresh.bind([MhaLayer(0, group)], [cache_for(group.geometry)])
+
+
+def test_bind_checks_dtypes_pages_indices_and_sharing() -> None:
+    router, _, _, _ = two_way()
+    group = router.plan.groups[0].group
+    good = cache_for(group.geometry)
+
+    def refuse(match: str, layers: list[MhaLayer], caches: list[Any]) -> None:
+        with pytest.raises(BindError, match=match):
+            Router(router.plan, router.registry, device="cpu").bind(layers, caches)
+
+    refuse("holds torch.float16", [MhaLayer(0, group)], [replace_planes(good, lambda x: x.half())])
+    refuse("the group has layers", [MhaLayer(77, group)], [good])
+    refuse("given twice", [MhaLayer(0, group), MhaLayer(0, group)], [good, cache_for(group.geometry)])
+    refuse("were given one cache", [MhaLayer(0, group), MhaLayer(1, group)], [good, good])
+    refuse("k_scale has 7 values", [MhaLayer(0, group, k_scale=Scale(torch.ones(7)))], [good])
+
+
+def replace_planes(cache: Any, change: Any) -> Any:
+    return type(cache)(change(cache.k), change(cache.v))
+
+
+def test_a_layer_outside_the_step_is_an_error_not_an_empty_output() -> None:
+    router, layers, _, _ = two_way(speculative_algorithm="EAGLE", draft_attention_backend="a")
+    draft = next(g.group for g in router.plan.groups if g.group.model == "draft")
+    both = Router(router.plan, router.registry, device="cpu")
+    layer = MhaLayer(0, draft)
+    both.bind([layer], [cache_for(draft.geometry)])
+    step = both.begin(batch_of([("decode", [1])], pools=2))
+    with pytest.raises(BatchError, match="takes no part"):
+        step.attend(layer, inputs_for(1, layer.geometry))
+    with pytest.raises(UsageError, match="xyz"):
+        both.begin(batch_of([("decode", [1])], pools=2), model="xyz")
+
+
+def test_out_is_filled_and_views_are_straightened_where_undeclared() -> None:
+    class Careless(RecordingPlugin):
+        @hookimpl
+        def attn_create(self, manifest: Any, variant: Any, context: Any) -> Any:
+            made = super().attn_create(manifest, variant, context)
+
+            def attend(inputs: Any, layer: Any, metadata: Any, out: Any) -> Any:
+                assert inputs.q.is_contiguous()
+                return torch.full((inputs.q.shape[0], 32, 128), 3.0), None
+
+            made._attend = attend  # type: ignore[method-assign]
+            return made
+
+    router = make(mha_model(), {"c": Careless()}, [toy("c", features=["mixed"])], page_size=16)
+    layers = bind_all(router)
+    out = torch.full((2, 32, 128), -9.0)
+    q = torch.randn(2, 128, 32).transpose(1, 2)
+    step = router.begin(batch_of([("decode", [1, 1])]))
+    assert step.attend(layers[0], inputs_for(2, layers[0].geometry)._replace(q=q), out).data_ptr() == out.data_ptr()
+    assert (out == 3).all()
+
+
+def test_lse_of_one_group_or_step_does_not_leak_into_the_next() -> None:
+    router, layers, a, _ = two_way()
+    batch = batch_of([("prefill", [4])])
+    router.begin(batch).attend_lse(layers[0], inputs_for(4, layers[0].geometry))
+    assert not batch.needs_lse
+    router.begin(batch)
+    assert [seen.needs_lse for seen in a.made[0].batches] == [False, True, False]
+
+
+def test_an_idle_rank_has_an_empty_lse() -> None:
+    router, layers, _, _ = two_way()
+    out, lse = router.begin(AttentionBatch(0, 0, (), torch.zeros(1, dtype=torch.int32), 0)).attend_lse(
+        layers[0], inputs_for(0, layers[0].geometry)
+    )
+    assert (tuple(out.shape), tuple(lse.shape)) == ((0, 32, 64), (0, 32))
+
+
+def test_batches_are_checked_with_host_data_only() -> None:
+    router, _, _, _ = two_way(lanes=2)
+
+    def refuse(match: str, change: Any) -> None:
+        batch = batch_of([("decode", [1, 1]), ("prefill", [3])])
+        change(batch)
+        with pytest.raises(BatchError, match=match):
+            router.begin(batch)
+
+    def gap(batch: AttentionBatch) -> None:
+        batch.segments = (batch.segments[0], replace(batch.segments[1], rows=slice(1, 3)))
+
+    def short(batch: AttentionBatch) -> None:
+        batch.segments = batch.segments[:1]
+
+    def narrow(batch: AttentionBatch) -> None:
+        address = batch.kv(0)
+        batch.addresses = (replace(address, table=address.table[:, :1], kv_lens_cpu=address.kv_lens),)
+
+    def lane(batch: AttentionBatch) -> None:
+        batch.lane = -1
+
+    def lens(batch: AttentionBatch) -> None:
+        batch.addresses = (replace(batch.kv(0), kv_lens=torch.ones(1, dtype=torch.int32)),)
+
+    refuse("without gaps", gap)
+    refuse("segments cover 2 rows", short)
+    refuse("the table reaches 16", narrow)
+    refuse("lane -1", lane)
+    refuse("kv_lens has 1 rows", lens)
+    with pytest.raises(BatchError, match="at least one segment"):
+        router.begin(AttentionBatch(0, 0, (), torch.zeros(5, dtype=torch.int32), 1, padded_rows=4, padded_tokens=4))
+
+
+def test_rope_positions_are_cut_with_their_tokens() -> None:
+    from attn_core.layers import Rope
+    from attn_core.router._run import slice_inputs
+
+    inputs = MhaInputs(torch.zeros(6, 1, 4), rope=Rope(torch.zeros(9, 4), torch.arange(6), False))
+    assert slice_inputs(inputs, slice(2, 4)).rope.positions.tolist() == [2, 3]
+
+
+def test_draft_steps_are_counted() -> None:
+    router, _, _, _ = two_way(speculative_algorithm="EAGLE", draft_attention_backend="a")
+    draft = next(g.group for g in router.plan.groups if g.group.model == "draft")
+    other = Router(router.plan, router.registry, device="cpu")
+    layer = MhaLayer(0, draft)
+    other.bind([layer], [cache_for(draft.geometry)])
+    for step in other.begin_draft(
+        batch_of([("draft", [1])], pools=2), DraftSteps(3, 1, torch.zeros(1, 1, 3, dtype=torch.int64))
+    ):
+        step.attend(layer, inputs_for(1, layer.geometry))
+    assert other.stats() == {"a": {"draft": 3}}
 
 
 def test_lanes_have_steps_of_their_own() -> None:

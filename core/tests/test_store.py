@@ -297,3 +297,33 @@ def test_nothing_waits_for_the_device(dtype):
     batch.kv(0).kv_lens_cpu = None
     assert default_gather(cache, batch.kv(0))[0].shape == (18, HEADS, QK), "a bound where lengths are unknown"
     assert convert(batch.kv(0), "csr", 2).indices.shape == (10,)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "padded"])
+def test_a_device_gives_the_bits_of_the_host_without_a_sync(dtype, layout):
+    host, device = make_cache(dtype, 4, layout), make_cache(dtype, 4, layout, device="cuda")
+    inputs, scale = new_tokens(14), torch.tensor([0.5])
+    there = MhaInputs(*(x.cuda() for x in inputs[:3]))
+    batches = [
+        build_batch([5, 9], [5, 9], PoolRows(4, [[7, 2], [11, 3, 5]]), "prefill", device=where, padded_tokens=14)
+        for where in ("cpu", "cuda")
+    ]
+    for batch in batches:
+        batch.kv(0).new_slots[3] = -1
+    layers = layer_with(scale), layer_with(scale.cuda())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        default_store(there, layers[1], device, batches[1].kv(0))
+        got = default_gather(device, batches[1].view(0, "csr", 2), None, layers[1])
+        batches[1].view(0, "table", 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    default_store(inputs, layers[0], host, batches[0].kv(0))
+    want = default_gather(host, batches[0].kv(0), None, layers[0])
+    for a, b in zip(parts_of(host), parts_of(device), strict=True):
+        assert torch.equal(a, b.cpu())
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a.nan_to_num(9.0), b.cpu().nan_to_num(9.0))

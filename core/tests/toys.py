@@ -16,7 +16,16 @@ KV = ["bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2", "fp4"]
 DTYPES = [{"q": q, "kv": kv} for q in ("bf16", "fp16", "fp32") for kv in KV]
 
 
-def toy(name: str, *, kind: str = "mha", features: list[str] | None = None, deny: Any = (), order: Any = (), prefer: Any = (), **when: Any) -> Manifest:
+def toy(
+    name: str,
+    *,
+    kind: str = "mha",
+    features: list[str] | None = None,
+    deny: Any = (),
+    order: Any = (),
+    prefer: Any = (),
+    **when: Any,
+) -> Manifest:
     """A backend that does everything except what `when`, `features` and `deny` limit."""
     base: dict[str, Any] = {"vendor": ["nvidia", "amd", "cpu", "intel", "ascend"], "phase": PHASES}
     if kind in ("mha", "mla", "mm"):
@@ -56,7 +65,9 @@ def mixed_model() -> Model:
 
 def mla_model() -> Model:
     """An MLA model with DeepSeek's dims."""
-    group = LayerGroup("target", "mla", "mla", (0, 1), MlaGeometry(16, 512, 64, 128, 128, 192**-0.5), {"attend": "latent"})
+    group = LayerGroup(
+        "target", "mla", "mla", (0, 1), MlaGeometry(16, 512, 64, 128, 128, 192**-0.5), {"attend": "latent"}
+    )
     return Model("latent", "ToyForCausalLM", "toy", "bf16", (group,), 2, frozenset({"mla"}), 4096)
 
 

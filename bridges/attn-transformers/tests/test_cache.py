@@ -69,6 +69,16 @@ def test_copies_are_independent(llama):
         torch.testing.assert_close(both[row : row + 1], logits(llama, whole, attn.new_cache()))
 
 
+def test_copies_that_find_no_pages_give_everything_back(llama):
+    attn = load(llama, page_size=4, max_tokens=16)
+    cache = attn.new_cache()
+    llama(IDS, cache=cache)
+    with pytest.raises(OutOfPages):
+        cache.batch_repeat_interleave(3)
+    assert attn.kv.stats().requests == 0
+    assert cache.get_seq_length() == 0
+
+
 def test_out_of_pages_loses_nothing(llama):
     attn = load(llama, page_size=4, max_tokens=16)
     cache = attn.new_cache()

@@ -8,7 +8,7 @@ from attn_transformers import load
 from tiny_models import PROMPTS, alone, make, padded, together
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "llama4", "mistral", "qwen2", "gemma2", "gpt_oss"])
 def test_left_padded_batch_is_identical(kind):
     model = make(kind)
     expected = alone(model)
@@ -104,6 +104,15 @@ def test_beam_search(llama):
     options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3}
     expected = llama.generate(**inputs, **options)
     assert load(llama, page_size=4).generate(**inputs, **options).tolist() == expected.tolist()
+
+
+def test_prompt_lookup_takes_rejected_tokens_back(llama):
+    prompt = [7, 11, 13, 7, 11, 13, 7, 11]
+    expected = alone(llama, [prompt])
+    attn = load(llama, page_size=4)
+    ids = torch.tensor([prompt])
+    output = attn.generate(input_ids=ids, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
+    assert output[:, len(prompt) :].tolist() == expected.tolist()
 
 
 def test_a_second_turn_continues_the_cache(llama):

@@ -148,3 +148,24 @@ def test_a_plan_of_another_model_is_refused(llama):
         load(other, plan=attn.plan)
     with pytest.raises(BindError, match="dtype"):
         load(make("llama").to(torch.bfloat16), plan=attn.plan)
+
+
+def test_layers_that_share_keys_are_refused():
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=16,
+        vocab_size=50,
+        vocab_size_per_layer_input=50,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=1,
+        layer_types=["full_attention", "full_attention"],
+    )
+    with pytest.raises(PlanError, match="shares the keys"):
+        load(Gemma4ForCausalLM(config))

@@ -8,6 +8,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -63,6 +65,19 @@ def make(kind: str, **changes: object) -> PreTrainedModel:
             ),
             Gemma2ForCausalLM,
         ),
+        "llama4": lambda: (
+            Llama4TextConfig(
+                **{
+                    "head_dim": 16,
+                    "attention_chunk_size": 8,
+                    "num_local_experts": 2,
+                    "intermediate_size_mlp": 96,
+                    **shape,
+                    "num_hidden_layers": 4,
+                }
+            ),
+            Llama4ForCausalLM,
+        ),
         "gpt_oss": lambda: (
             GptOssConfig(
                 **{
@@ -78,7 +93,7 @@ def make(kind: str, **changes: object) -> PreTrainedModel:
         ),
     }
     config, cls = models[kind]()
-    config._attn_implementation = "sdpa" if kind in ("llama", "mistral", "qwen2") else "eager"
+    config._attn_implementation = "sdpa" if kind in ("llama", "llama4", "mistral", "qwen2") else "eager"
     torch.manual_seed(0)
     model = cls(config).float().eval()
     with torch.no_grad():

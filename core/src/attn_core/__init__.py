@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from attn_core.platform import parse_platform as parse_platform
     from attn_core.reasons import Reason as Reason
     from attn_core.router import Router as Router
-    from attn_core.step import Step as Step
+    from attn_core.router import Step as Step
 
 #: Version of the contract between core and plugins, ``major.minor``. See docs/vendor-guide.md for the policy.
 API_VERSION = "1.0"

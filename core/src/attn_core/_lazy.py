@@ -67,8 +67,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "plan": ("Adjustment", "Difference", "GroupPlan", "PhasePlan", "Plan", "Pool", "Rejection", "load_plan"),
     "platform": ("Platform", "detect_platform", "parse_platform"),
     "reasons": ("Reason",),
-    "router": ("Router",),
-    "step": ("Step",),
+    "router": ("Router", "Step"),
 }
 
 NAMES: Mapping[str, str] = {name: module for module, names in MODULES.items() for name in names}

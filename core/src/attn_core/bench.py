@@ -77,12 +77,18 @@ def run(
     shape: Shape, registry: Registry, platform: Platform, device: str, rounds: int = 20, only: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Measure every installed ``mha`` backend on `shape`. The result is JSON-ready; rows are sorted by time."""
-    known = sorted(manifest.name for manifest in registry.manifests if manifest.kind == "mha")
+    mine = [manifest for manifest in registry.manifests if manifest.kind == "mha"]
+    known = sorted(manifest.name for manifest in mine)
+    planned = sorted(manifest.name for manifest in mine if manifest.status == "planned")
     for name in only:
         if name not in known:
             raise UsageError(f"no installed mha backend {name!r}", f"known    {', '.join(known)}")
     ceilings = measure_ceilings(device, shape.dtype)
-    rows = [_measure(name, shape, registry, platform, device, rounds, ceilings) for name in only or known]
+    rows = [
+        _measure(name, shape, registry, platform, device, rounds, ceilings)
+        for name in only or known
+        if name not in planned
+    ]
     rows.sort(key=lambda row: (row.microseconds is None, row.microseconds or 0.0, row.backend))
     return {
         "schema_version": 1,
@@ -91,6 +97,7 @@ def run(
         "device": device,
         "ceilings": asdict(ceilings),
         "rows": [asdict(row) for row in rows],
+        "planned": planned,
     }
 
 
@@ -136,9 +143,13 @@ def _measure(
         call, phase, kv_bits = _prepare(name, shape, registry, platform, device)
     except PlanError as error:
         return Row(name, "", "", None, None, _first_reason(error, name))
-    except AttnError as error:
-        return Row(name, "", "", None, None, error.message)
-    seconds = median_seconds(call, device, rounds)
+    except Exception as error:  # one backend that fails must not end the comparison
+        text = error.message if isinstance(error, AttnError) else f"{type(error).__name__}: {error}"
+        return Row(name, "", "", None, None, text)
+    try:
+        seconds = median_seconds(call, device, rounds)
+    except Exception as error:  # one backend that fails must not end the comparison
+        return Row(name, phase.variant, phase.package, None, None, f"{type(error).__name__}: {error}")
     floor = shape.operations() / ceilings.matrix
     if shape.phase == "decode":
         floor = max(floor, shape.bytes_read(kv_bits) / ceilings.copy)

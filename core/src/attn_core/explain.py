@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,17 @@ class Rival:
 
 @dataclass(frozen=True)
 class Decision:
-    """One (group, phase): the winner with the reason, or None, and the rivals, nearest misses first."""
+    """One (group, phase): the winner with the reason, or None, and the rivals, nearest misses first.
+
+    ``elsewhere`` names those that were made for hardware of another kind.
+    """
 
     title: str
     winner: str | None
     why: str
     details: Mapping[str, Any]
     rivals: tuple[Rival, ...]
+    elsewhere: tuple[str, ...] = ()
 
 
 def decisions(plan: Plan) -> Iterator[Decision]:
@@ -49,21 +54,29 @@ def decisions(plan: Plan) -> Iterator[Decision]:
             "graph": phase_plan.graph.level,
             "form": phase_plan.form,
             "parts": ", ".join(f"{part.role}: {part.backend}:{part.variant}" for part in phase_plan.parts[1:]) or None,
+            "pads": ", ".join(f"{name} {_arrow(*change)}" for name, change in phase_plan.pads.items()) or None,
+            "library": ", ".join(phase_plan.libraries.values()) or None,
         }
         yield Decision(
             f"{_prefix(group.model)}{group.name} · {layers} · {_dims(group)} · {phase}",
             f"{phase_plan.backend}:{phase_plan.variant}",
             phase_plan.reason,
             {key: value for key, value in details.items() if value not in (None, "")},
-            tuple(_rivals(plan.rejected, group.model, group.name, phase)),
+            *_rivals(plan.rejected, group.model, group.name, phase),
         )
 
 
 def refused(error: PlanError) -> Iterator[Decision]:
     """The candidates of a failed plan, by group and phase."""
     for model, name, phase in dict.fromkeys((r.model, r.group, r.phase) for r in error.rejected):
-        rivals = tuple(_rivals(error.rejected, model, name, phase))
-        yield Decision(f"{_prefix(model)}{name} · {phase}", None, "no plan", {}, rivals)
+        yield Decision(
+            f"{_prefix(model)}{name} · {phase}", None, "no plan", {}, *_rivals(error.rejected, model, name, phase)
+        )
+
+
+def _arrow(before: Any, after: Any) -> str:
+    shown = ("/".join(map(str, n)) if isinstance(n, list | tuple) else str(n) for n in (before, after))
+    return "->".join(shown)
 
 
 def _prefix(model: str) -> str:
@@ -78,16 +91,37 @@ def _dims(group: Any) -> str:
     return f"head_dim {geometry.mla.latent_dim}" if hasattr(geometry, "mla") else ""
 
 
-def _rivals(rejected: tuple[Rejection, ...], model: str, group: str, phase: str) -> Iterator[Rival]:
+_SOFT = ("outranked", "not_asked", "follows", "experimental")
+
+
+def _rivals(
+    rejected: tuple[Rejection, ...], model: str, group: str, phase: str
+) -> tuple[tuple[Rival, ...], tuple[str, ...]]:
+    """Who lost, nearest misses first, and the names of those for hardware of another kind."""
     mine = [r for r in rejected if (r.model, r.group, r.phase) == (model, group, phase)]
-    soft = ("outranked", "not_asked", "follows", "experimental")
-    mine.sort(
-        key=lambda r: (not all(reason.code in soft for reason in r.reasons), len(r.reasons), r.backend, r.variant)
-    )
-    for item in mine:
+    far = [
+        r
+        for r in mine
+        if any(_other_hardware(reason.need, reason.have) for reason in r.reasons if reason.code in ("arch", "vendor"))
+    ]
+    near = [r for r in mine if not any(r is item for item in far)]
+    near.sort(key=lambda r: (not _eligible(r), len({reason.code for reason in r.reasons}), r.backend, r.variant))
+    rivals = []
+    for item in near:
         texts = tuple(str(reason) + (f" → {reason.fix}" if reason.fix else "") for reason in item.reasons)
-        eligible = all(reason.code in soft for reason in item.reasons)
-        yield Rival(f"{item.backend}:{item.variant}", f"{item.package} {item.version}".strip(), texts, eligible)
+        name = f"{item.backend}:{item.variant}"
+        rivals.append(Rival(name, f"{item.package} {item.version}".strip(), texts, _eligible(item)))
+    return tuple(rivals), tuple(dict.fromkeys(f"{item.backend}:{item.variant}" for item in far))
+
+
+def _eligible(item: Rejection) -> bool:
+    return any(reason.code in _SOFT for reason in item.reasons)
+
+
+def _other_hardware(need: str, have: str) -> bool:
+    """No architecture of the family that is there (``sm``, ``gfx``) is among those that are needed."""
+    found = re.findall(r"[a-z]+(?=[0-9])|[a-z]+", have.rpartition("(")[2])
+    return bool(found) and re.search(rf"\b{found[0]}\d*", need) is None
 
 
 def header(plan: Plan) -> list[tuple[str, str]]:
@@ -130,6 +164,7 @@ def as_text(plan: Plan, *, rivals: bool = True) -> str:
 def error_as_text(error: PlanError) -> str:
     """A failed plan with every candidate as plain text."""
     lines = [str(error)]
+    lines += [f"  or       {text}" for text in error.suggestions if text != error.fix]
     for decision in refused(error):
         lines += ["", *_decision_lines(decision, True)]
     return "\n".join(lines)
@@ -143,6 +178,8 @@ def _decision_lines(decision: Decision, rivals: bool) -> list[str]:
     for rival in decision.rivals if rivals else ():
         mark = "·" if rival.eligible else "✘"
         lines.append(f"  {mark} {rival.name} ({rival.package})   {' | '.join(rival.reasons)}")
+    if rivals and decision.elsewhere:
+        lines.append(f"  - for other hardware: {', '.join(decision.elsewhere)}")
     return lines
 
 
@@ -165,6 +202,8 @@ def error_as_tree(error: PlanError) -> RenderableType:
     from rich.tree import Tree
 
     root = Tree(Text(str(error), "red"))
+    for text in error.suggestions:
+        root.add(Text.assemble(("try  ", "dim"), (text, "green")))
     for decision in refused(error):
         _add_decision(root, decision)
     return root
@@ -186,6 +225,8 @@ def _add_decision(root: Any, decision: Decision) -> None:
         )
         for reason in rival.reasons:
             leaf.add(Text(reason, style))
+    if decision.elsewhere:
+        branch.add(Text(f"for other hardware: {', '.join(decision.elsewhere)}", "dim"))
 
 
 def as_html(plan: Plan | PlanError) -> str:
@@ -197,6 +238,7 @@ def as_html(plan: Plan | PlanError) -> str:
         "explain.html.j2"
     )
     if isinstance(plan, PlanError):
-        return template.render(title="no plan", error=str(plan), header=[], decisions=list(refused(plan)))
+        tries = [("try", text) for text in plan.suggestions]
+        return template.render(title="no plan", error=str(plan), header=tries, decisions=list(refused(plan)))
     title = f"{plan.model} on {plan.platform}"
     return template.render(title=title, error=None, header=header(plan), decisions=list(decisions(plan)))

@@ -124,7 +124,7 @@ class LayerGroup:
     wants: frozenset[str] = frozenset()
     unsupported: tuple[str, ...] = ()
     kv_len: int | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def backend_kind(self) -> str:
@@ -163,6 +163,8 @@ class Model:
         Query heads are divided; KV heads are divided, or replicated when there are fewer than ranks; MLA's latent is
         replicated. Raises :class:`ModelError` when a head count does not divide.
         """
+        if tp < 1:
+            raise ModelError(f"{tp} tensor-parallel ranks: needed is 1 or more")
         if tp == 1:
             return self
         if self.tp != 1:

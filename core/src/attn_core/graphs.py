@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from attn_core.plan import Pool
-    from attn_core.router import Router
-    from attn_core.step import Step
+    from attn_core.router import Router, Step
 
 #: The model's part of a step: (step, static inputs by name) -> output [T, ...].
 Forward = Callable[["Step", Mapping[str, "torch.Tensor"]], "torch.Tensor"]
@@ -190,6 +189,8 @@ class GraphRunner:
         ]
         if not fitting:
             return f"no graph was captured for {phase} with {query_len} tokens a row and at least {batch.num_rows} rows"
+        if batch.spans is not None or any(isinstance(a, KvAddress) and a.origin is not None for a in batch.addresses):
+            return "bidirectional spans and trimmed pools have no graph"
         over = [
             a.max_kv_len for a in batch.addresses if isinstance(a, KvAddress) and a.max_kv_len > self.limits.max_kv_len
         ]
@@ -232,7 +233,9 @@ class GraphRunner:
         width = -(-self.limits.max_kv_len // pool.page_size)
         return KvAddress(
             page_size=pool.page_size,
-            kv_lens=torch.full((rows,), _pad_len(self.state.pad_kv_len, tokens // rows), dtype=torch.int32, device=device),
+            kv_lens=torch.full(
+                (rows,), _pad_len(self.state.pad_kv_len, tokens // rows), dtype=torch.int32, device=device
+            ),
             new_slots=torch.full((tokens,), -1, dtype=torch.int64, device=device),
             max_kv_len=self.limits.max_kv_len,
             table=torch.zeros(rows, width, dtype=torch.int32, device=device),
@@ -260,7 +263,11 @@ def pad_batch(batch: AttentionBatch, bucket: AttentionBatch, pad_kv_len: int) ->
     """`batch` with as many rows and tokens as `bucket`: padded rows have its query length, `pad_kv_len` keys, page 0, slot -1."""
     rows, tokens = bucket.padded_rows, bucket.padded_tokens
     if (batch.padded_rows, batch.padded_tokens) == (rows, tokens):
-        return replace(batch, addresses=tuple(_dense(a) for a in batch.addresses), _views={})
+        return replace(
+            batch,
+            addresses=tuple(_dense(a, b) for a, b in zip(batch.addresses, bucket.addresses, strict=True)),
+            _views={},
+        )
     import torch
 
     query_len = bucket.max_query_len
@@ -280,7 +287,10 @@ def pad_batch(batch: AttentionBatch, bucket: AttentionBatch, pad_kv_len: int) ->
         query_offsets=torch.cat([batch.query_offsets[: batch.num_rows + 1], more]),
         query_offsets_cpu=None,
         positions=None if positions is None else _padded(positions[:first], tokens, 0),
-        addresses=tuple(_pad_address(_dense(a), batch, rows, tokens, pad_kv_len) for a in batch.addresses),
+        addresses=tuple(
+            _pad_address(_dense(a, b), batch, rows, tokens, pad_kv_len)
+            for a, b in zip(batch.addresses, bucket.addresses, strict=True)
+        ),
         tree=None
         if tree is None
         else Tree(*(_padded(x[: batch.num_rows], rows, 0) for x in (tree.parents, tree.depth, tree.mask_bits))),
@@ -302,7 +312,7 @@ def _padded(tensor: torch.Tensor, rows: int, value: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
 
 
-def _dense(address: Any) -> KvAddress:
+def _dense(address: Any, static: Any) -> KvAddress:
     """A dense table with one row per row: a server's shared table is read through ``table_rows`` here, once a step."""
     if not isinstance(address, KvAddress):
         raise GraphError("graphs of recurrent states are not part of this version")
@@ -312,9 +322,14 @@ def _dense(address: Any) -> KvAddress:
 
         found = convert(found, "table", found.page_size)
     assert found.table is not None
-    if found.table_rows is None:
-        return found
-    return replace(found, table=found.table[found.table_rows.long()], table_rows=None)
+    table = found.table if found.table_rows is None else found.table[found.table_rows.long()]
+    # a server's table may be wider than the graph's longest row; the surplus is never read
+    return replace(
+        found,
+        table=table[:, : static.table.shape[1]],
+        table_rows=None,
+        max_kv_len=min(found.max_kv_len, static.max_kv_len),
+    )
 
 
 def _pad_address(address: KvAddress, batch: AttentionBatch, rows: int, tokens: int, pad_kv_len: int) -> KvAddress:

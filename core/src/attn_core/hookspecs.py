@@ -102,8 +102,10 @@ class BackendSpec:
         raise NotImplementedError  # pragma: no cover
 
     @hookspec(firstresult=True)
-    def attn_gather(self, cache: Cache, address: KvAddress, part: Part | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read a part of the cache back as plain tensors. Default: dequantising gather for the published formats."""
+    def attn_gather(
+        self, cache: Cache, address: KvAddress, part: Part | None, layer: Layer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read a part of the cache back as plain tensors, the layer's scales applied. Default: dequantising gather for the published formats."""
         raise NotImplementedError  # pragma: no cover
 
     @hookspec(firstresult=True)

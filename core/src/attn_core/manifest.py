@@ -6,17 +6,17 @@ mistake is, what was found and what is needed. The same rules are published as `
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from attn_core._table import Table
 from attn_core.axes import AXES, SOLVED_AXES
 from attn_core.capabilities import FEATURES, GRAPH_LEVELS, HOST_LENGTHS, PADDED_OUT, PHASES, ROLES, STATUSES
 from attn_core.errors import ManifestError
 from attn_core.geometry import BACKEND_KINDS
-from attn_core.predicate import Condition, compile_when
+from attn_core.predicate import Condition, When, compile_when
 
 #: Bounds of ``rank`` in order rows; lower is preferred, 50 is what a backend without a matching row has.
 RANK_BOUNDS = (1, 99)
@@ -67,7 +67,7 @@ class Row:
     @cached_property
     def conditions(self) -> tuple[Condition, ...]:
         """The compiled conditions of ``when``."""
-        return compile_when(self.when)
+        return self.when.conditions if isinstance(self.when, When) else compile_when(self.when)
 
     @cached_property
     def settled(self) -> tuple[Condition, ...]:
@@ -140,7 +140,9 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: the TOML table of this backend, plus ``api``, ``package`` and ``version``."""
-        return _dump_backend(self)
+        from attn_core._manifest_json import dump_backend
+
+        return dump_backend(self)
 
 
 # --- parsing ------------------------------------------------------------------------------------------------------------
@@ -148,13 +150,13 @@ class Manifest:
 
 def load_toml(text: str, where: str = "attn_manifest.toml") -> dict[str, Any]:
     """Parse TOML text. Raises :class:`ManifestError` with the line of the mistake."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        document: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        import tomli as toml  # compiled: a third of tomllib's time, and listing reads one file a plugin
+    except ImportError:
+        import tomllib as toml  # type: ignore[no-redef]
+    try:
+        document: dict[str, Any] = toml.loads(text)
+    except toml.TOMLDecodeError as error:
         raise ManifestError(f"{where}: not valid TOML: {error}") from error
     return document
 
@@ -163,7 +165,7 @@ def parse_manifests(
     document: Mapping[str, Any], *, package: str = "", version: str = "", where: str = "attn_manifest.toml"
 ) -> tuple[Manifest, ...]:
     """The manifests of one document (parsed TOML or JSON). Raises :class:`ManifestError` at the first mistake."""
-    table = _Table(document, where)
+    table = Table(document, where)
     api = table.text("api", required=True)
     backends = table.tables("backend", required=True)
     table.finish()
@@ -181,79 +183,10 @@ def parse_manifest(table: Mapping[str, Any]) -> Manifest:
     content = dict(table)
     api = str(content.pop("api", ""))
     package, version = str(content.pop("package", "")), str(content.pop("version", ""))
-    return _parse_backend(_Table(content, f"{content.get('kind')}/{content.get('name')}"), api, package, version)
+    return _parse_backend(Table(content, f"{content.get('kind')}/{content.get('name')}"), api, package, version)
 
 
-class _Table:
-    """A TOML table that knows its place, hands out checked values, and refuses keys nobody asked for."""
-
-    def __init__(self, content: Any, where: str) -> None:
-        if not isinstance(content, Mapping):
-            raise ManifestError(f"{where}: expected a table, found {type(content).__name__}")
-        self.content, self.where, self.known = content, where, set[str]()
-
-    def take(self, key: str, default: Any = None) -> Any:
-        self.known.add(key)
-        return self.content.get(key, default)
-
-    def text(self, key: str, *, choices: Iterable[str] | None = None, required: bool = False, default: str = "") -> str:
-        value = self.take(key)
-        if value is None:
-            if required:
-                raise ManifestError(
-                    f"{self.where}: {key!r} is missing" + (f"; it is one of {sorted(choices)}" if choices else "")
-                )
-            return default
-        if not isinstance(value, str):
-            raise ManifestError(f"{self.where}.{key}: {value!r} is not a string")
-        if choices is not None and value not in choices:
-            raise ManifestError(f"{self.where}.{key}: {value!r} is not one of {sorted(choices)}")
-        return value
-
-    def names(self, key: str, *, choices: Iterable[str] | None = None) -> tuple[str, ...]:
-        value = self.take(key, ())
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise ManifestError(f"{self.where}.{key}: {value!r} is not a list of strings")
-        for item in value:
-            if choices is not None and item not in choices:
-                raise ManifestError(f"{self.where}.{key}: {item!r} is not one of {sorted(choices)}")
-        return tuple(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.take(key, False)
-        if not isinstance(value, bool):
-            raise ManifestError(f"{self.where}.{key}: {value!r} is not true or false")
-        return value
-
-    def number(self, key: str, low: int, high: int | None = None, *, required: bool = False) -> int | None:
-        value = self.take(key)
-        if value is None and not required:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            raise ManifestError(
-                f"{self.where}.{key}: {value!r} is not a whole number from {low}" + (f" to {high}" if high else "")
-            )
-        return value
-
-    def table(self, key: str) -> dict[str, Any]:
-        value = self.take(key, {})
-        if not isinstance(value, Mapping):
-            raise ManifestError(f"{self.where}.{key}: expected a table, found {type(value).__name__}")
-        return dict(value)
-
-    def tables(self, key: str, *, required: bool = False) -> list[_Table]:
-        value = self.take(key, [])
-        if not isinstance(value, list | tuple) or (required and not value):
-            raise ManifestError(f"{self.where}: needs at least one [[{key}]] table")
-        return [_Table(item, f"{self.where}.{key}[{index}]") for index, item in enumerate(value)]
-
-    def finish(self) -> None:
-        unknown = set(self.content) - self.known
-        if unknown:
-            raise ManifestError(f"{self.where}: unknown key(s) {sorted(unknown)}; known here are {sorted(self.known)}")
-
-
-def _parse_backend(table: _Table, api: str, package: str, version: str) -> Manifest:
+def _parse_backend(table: Table, api: str, package: str, version: str) -> Manifest:
     kind = table.text("kind", choices=BACKEND_KINDS, required=True)
     name = table.text("name", required=True)
     if not name or not all(char.isalnum() or char in "_-" for char in name):
@@ -284,7 +217,7 @@ def _parse_backend(table: _Table, api: str, package: str, version: str) -> Manif
     return manifest
 
 
-def _parse_variant(table: _Table, kind: str) -> Variant:
+def _parse_variant(table: Table, kind: str) -> Variant:
     name = table.text("name", required=True)
     table.where = f"{table.where.rpartition('.')[0]}:{name}"
     variant = Variant(
@@ -304,7 +237,7 @@ def _parse_variant(table: _Table, kind: str) -> Variant:
     return variant
 
 
-def _requirements(table: _Table) -> tuple[str, ...]:
+def _requirements(table: Table) -> tuple[str, ...]:
     requires = table.names("requires")
     for text in requires:
         if not text[:1].isalnum():  # the full PEP 508 check is made where requirements are used
@@ -312,10 +245,10 @@ def _requirements(table: _Table) -> tuple[str, ...]:
     return requires
 
 
-def _workspace(table: _Table) -> dict[str, Any]:
+def _workspace(table: Table) -> dict[str, Any]:
     """``{ bytes, per_row, per_token, per_row_head, zeroed, shareable, rows = [{ when, bytes, … }] }``, checked here."""
     content = table.table("workspace")
-    outer = _Table(content, f"{table.where}.workspace")
+    outer = Table(content, f"{table.where}.workspace")
     for item in (outer, *outer.tables("rows")):
         for key in WORKSPACE_SIZES:
             item.number(key, 0)
@@ -327,9 +260,8 @@ def _workspace(table: _Table) -> dict[str, Any]:
     return content
 
 
-def _when(table: _Table) -> dict[str, Any]:
-    when = table.table("when")
-    compile_when(when, f"{table.where}.when")
+def _when(table: Table) -> dict[str, Any]:
+    when = When(table.table("when"), f"{table.where}.when")
     for axis, listed in (("phase", PHASES), ("role", ROLES)):
         value = when.get(axis, ())
         value = value.get("not", ()) if isinstance(value, Mapping) else value
@@ -339,7 +271,7 @@ def _when(table: _Table) -> dict[str, Any]:
     return when
 
 
-def _parse_allow(table: _Table, kind: str) -> Row:
+def _parse_allow(table: Table, kind: str) -> Row:
     when = _when(table)
     for axis in AXES.values():
         if kind in axis.required_for and axis.name not in when:
@@ -349,7 +281,7 @@ def _parse_allow(table: _Table, kind: str) -> Row:
             )
     if "arch" not in when and "vendor" not in when:
         raise ManifestError(f"{table.where}.when: say which hardware: 'arch' (a set such as ['sm90']) or 'vendor'")
-    graph = _Table(table.table("graph"), f"{table.where}.graph")
+    graph = Table(table.table("graph"), f"{table.where}.graph")
     row = Row(
         when=when,
         features=frozenset(table.names("features", choices=FEATURES)),
@@ -365,7 +297,7 @@ def _parse_allow(table: _Table, kind: str) -> Row:
     return row
 
 
-def _parse_deny(table: _Table) -> Row:
+def _parse_deny(table: Table) -> Row:
     row = Row(
         when=_when(table),
         code=table.text("code", default="denied"),
@@ -377,7 +309,7 @@ def _parse_deny(table: _Table) -> Row:
     return row
 
 
-def _parse_order(table: _Table) -> Row:
+def _parse_order(table: Table) -> Row:
     low, high = RANK_BOUNDS
     rank = table.number("rank", low, high, required=True)
     row = Row(when=_when(table), rank=rank or DEFAULT_RANK, reason=table.text("reason"))
@@ -385,7 +317,7 @@ def _parse_order(table: _Table) -> Row:
     return row
 
 
-def _parse_prefer(table: _Table) -> Row:
+def _parse_prefer(table: Table) -> Row:
     row = Row(
         when=_when(table),
         page_size=table.number("page_size", 1),
@@ -397,7 +329,7 @@ def _parse_prefer(table: _Table) -> Row:
     return row
 
 
-def _parse_companion(table: _Table) -> Row:
+def _parse_companion(table: Table) -> Row:
     row = Row(
         when=_when(table),
         phase=table.text("phase", choices=PHASES, required=True),
@@ -407,69 +339,3 @@ def _parse_companion(table: _Table) -> Row:
     )
     table.finish()
     return row
-
-
-# --- writing ------------------------------------------------------------------------------------------------------------
-
-_ROW_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "allow": ("features", "fuses", "pads", "host_lengths", "padded_out"),
-    "deny": ("code", "reason", "fix", "link"),
-    "order": ("rank", "reason"),
-    "prefer": ("page_size", "format", "layout", "reason"),
-    "companion": ("phase", "role", "backend", "reason"),
-}
-
-
-def _dump_row(row: Row, list_name: str) -> dict[str, Any]:
-    default = Row()
-    table: dict[str, Any] = {}
-    for name in _ROW_FIELDS[list_name]:
-        value = getattr(row, name)
-        if value != getattr(default, name) or (name == "rank" and list_name == "order"):
-            table[name] = sorted(value) if isinstance(value, frozenset) else value
-    if list_name == "allow" and row.graph != "none":
-        table["graph"] = {"level": row.graph, "piecewise": row.piecewise}
-    if row.when:
-        table["when"] = dict(row.when)
-    return table
-
-
-def _dump_variant(variant: Variant) -> dict[str, Any]:
-    table: dict[str, Any] = {"name": variant.name, "roles": list(variant.roles)}
-    for name in ("requires", "toolkit"):
-        if getattr(variant, name):
-            table[name] = list(getattr(variant, name))
-    for name in ("jit", "network"):
-        if getattr(variant, name):
-            table[name] = getattr(variant, name)
-    table["host_lengths"] = variant.host_lengths
-    if variant.workspace:
-        table["workspace"] = dict(variant.workspace)
-    for name in ("allow", "deny", "prefer"):
-        rows = [_dump_row(row, name) for row in getattr(variant, name)]
-        if rows:
-            table[name] = rows
-    return table
-
-
-def _dump_backend(manifest: Manifest) -> dict[str, Any]:
-    table: dict[str, Any] = {
-        "api": manifest.api,
-        "kind": manifest.kind,
-        "name": manifest.name,
-        "status": manifest.status,
-    }
-    for name in ("summary", "package", "version", "help", "deprecated"):
-        if getattr(manifest, name):
-            table[name] = getattr(manifest, name)
-    for name in ("aliases", "deprecated_aliases"):
-        if getattr(manifest, name):
-            table[name] = list(getattr(manifest, name))
-    table["variant"] = [_dump_variant(variant) for variant in manifest.variants]
-    if manifest.order:
-        table["order"] = [_dump_row(row, "order") for row in manifest.order]
-    if manifest.companions:
-        table["companion"] = [_dump_row(row, "companion") for row in manifest.companions]
-    if manifest.options_schema:
-        table["options_schema"] = dict(manifest.options_schema)
-    return table

@@ -7,7 +7,7 @@ names the nearest ones; nothing is ignored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from attn_core.dtypes import canonical
@@ -115,6 +115,10 @@ class Options:
             if value != default:
                 found[f.name] = list(value) if isinstance(value, tuple) else _copy(value)
         return found
+
+    def but(self, **values: Any) -> Options:
+        """These options with some of them changed, as they are: nothing is checked again."""
+        return replace(self, **values)
 
     @property
     def topk(self) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 from attn_core._lazy import callable_module
+from attn_core._plan_json import build_plan, contract_of, dump_group, plain
 from attn_core.errors import UsageError
-from attn_core.geometry import DsaGeometry, GdnGeometry, Geometry, LayerGroup, MhaGeometry, MlaGeometry
+from attn_core.geometry import LayerGroup
 from attn_core.reasons import Reason
 
 SCHEMA_VERSION = 1
@@ -230,7 +231,7 @@ class Plan:
             }
         for group_plan in self.groups:
             group = group_plan.group
-            contract["groups"][f"{group.model}/{group.name}"] = _contract_of(group.geometry)
+            contract["groups"][f"{group.model}/{group.name}"] = contract_of(group.geometry)
         return contract
 
     @cached_property
@@ -256,15 +257,15 @@ class Plan:
             "page_size": self.page_size,
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_layout": self.kv_layout,
-            "groups": [_dump_group(group) for group in self.groups],
-            "pools": [_plain(pool) for pool in self.pools],
-            "cuda_graph": _plain(self.cuda_graph),
+            "groups": [dump_group(group) for group in self.groups],
+            "pools": [plain(pool) for pool in self.pools],
+            "cuda_graph": plain(self.cuda_graph),
             "mixed_batch": self.mixed_batch,
-            "limits": _plain(self.limits),
+            "limits": plain(self.limits),
             "lanes": self.lanes,
             "batch_invariant": self.batch_invariant,
             "async_schedule": self.async_schedule,
-            "options": _plain(self.options),
+            "options": plain(self.options),
             "adjustments": [item.to_dict() for item in self.adjustments],
             "rejected": [item.to_dict() for item in self.rejected],
             "warnings": list(self.warnings),
@@ -280,160 +281,33 @@ class Plan:
         return json.dumps(self.to_dict(), indent=indent)
 
 
-def _contract_of(geometry: Geometry | None) -> dict[str, Any]:
-    if isinstance(geometry, MhaGeometry):
-        return {
-            "kv_heads_per_rank": geometry.kv_heads,
-            "qk_dim": geometry.qk_dim,
-            "v_dim": geometry.v_dim,
-            "window": geometry.window,
-            "chunk": geometry.chunk,
-        }
-    if isinstance(geometry, MlaGeometry):
-        return {"kv_heads_per_rank": 1, "latent_dim": geometry.latent_dim, "rope_dim": geometry.rope_dim}
-    if isinstance(geometry, DsaGeometry):
-        return {**_contract_of(geometry.mla), "index_dim": geometry.index_dim, "index_topk": geometry.index_topk}
-    if isinstance(geometry, GdnGeometry):
-        return {
-            "state": [geometry.v_heads, geometry.v_dim, geometry.k_dim],
-            "state_dtype": geometry.state_dtype,
-            "conv": [geometry.conv_dim, geometry.conv_width - 1],
-        }
-    return {}
-
-
 def _differences(prefix: str, here: Any, there: Any) -> Iterator[Difference]:
     if isinstance(here, Mapping) and isinstance(there, Mapping):
         for key in sorted(set(here) | set(there)):
             yield from _differences(f"{prefix}.{key}" if prefix else key, here.get(key), there.get(key))
-    elif _plain(here) != _plain(there):
+    elif plain(here) != plain(there):
         yield Difference(prefix, here, there, fatal=prefix != "tp_size")
 
 
-# --- JSON ---------------------------------------------------------------------------------------------------------------
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses, tuples and frozensets as JSON values."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, frozenset | set):
-        return sorted(_plain(item) for item in value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _dump_group(plan: GroupPlan) -> dict[str, Any]:
-    group = plan.group
-    return {
-        "name": group.name,
-        "model": group.model,
-        "kind": group.kind,
-        "backend_kind": group.backend_kind,
-        "layers": list(group.layers),
-        "num_layers": len(group.layers),
-        "geometry": dump_geometry(group.geometry),
-        "pools": dict(group.pools),
-        "kv_from": {str(layer): owner for layer, owner in group.kv_from.items()},
-        "features": sorted(group.features),
-        "wants": sorted(group.wants),
-        "unsupported": list(group.unsupported),
-        "kv_len": group.kv_len,
-        "phases": {phase: _plain(phase_plan) for phase, phase_plan in plan.phases.items()},
-        "shard": _plain(plan.shard),
-    }
-
-
-_GEOMETRIES: Mapping[str, type] = {"mha": MhaGeometry, "mla": MlaGeometry, "gdn": GdnGeometry, "dsa": DsaGeometry}
-
-
-def dump_geometry(geometry: Geometry | None) -> dict[str, Any] | None:
-    """A geometry with its type name, as JSON."""
-    for name, cls in _GEOMETRIES.items():
-        if isinstance(geometry, cls):
-            return {"type": name, **_plain(geometry)}
-    return None
-
-
-def load_geometry(table: Mapping[str, Any] | None) -> Geometry | None:
-    """The inverse of :func:`dump_geometry`."""
-    if table is None:
-        return None
-    content = dict(table)
-    cls = _GEOMETRIES[content.pop("type")]
-    if cls is DsaGeometry:
-        content["mla"] = MlaGeometry(**content["mla"])
-        content["index_from"] = {int(key): value for key, value in content.get("index_from", {}).items()}
-    return cls(**content)  # type: ignore[no-any-return]
-
-
-def _load_phase(table: Mapping[str, Any]) -> PhasePlan:
-    content = dict(table)
-    content["parts"] = tuple(
-        PartPlan(**{**part, "fuses": tuple(part.get("fuses", ())), "features": tuple(part.get("features", ()))})
-        for part in content["parts"]
-    )
-    graph = dict(content["graph"])
-    graph["kv_thresholds"] = tuple(graph.get("kv_thresholds", ()))
-    content["graph"] = GraphPlan(**graph)
-    return PhasePlan(**content)
-
-
-def _load_group(table: Mapping[str, Any]) -> GroupPlan:
-    group = LayerGroup(
-        model=table["model"],
-        name=table["name"],
-        kind=table["kind"],
-        layers=tuple(table["layers"]),
-        geometry=load_geometry(table["geometry"]),
-        pools=dict(table["pools"]),
-        kv_from={int(layer): owner for layer, owner in table["kv_from"].items()},
-        features=frozenset(table["features"]),
-        wants=frozenset(table["wants"]),
-        unsupported=tuple(table["unsupported"]),
-        kv_len=table["kv_len"],
-    )
-    shard = ContextShard(**table["shard"]) if table.get("shard") else None
-    return GroupPlan(group, {phase: _load_phase(item) for phase, item in table["phases"].items()}, shard)
-
-
 def load_plan(document: Mapping[str, Any] | str) -> Plan:
-    """A plan from its JSON text or parsed form. Raises :class:`UsageError` for another schema or a changed fingerprint."""
-    table = json.loads(document) if isinstance(document, str) else document
-    if table.get("schema_version") != SCHEMA_VERSION:
+    """A plan from its JSON text or parsed form.
+
+    Raises :class:`UsageError` for text that is not JSON, for another schema or form, and for a plan that was changed.
+    """
+    try:
+        table = json.loads(document) if isinstance(document, str) else document
+        version = table.get("schema_version")
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"not a plan: {error}", fix="write one with: attn plan … --output FILE") from error
+    if version != SCHEMA_VERSION:
+        raise UsageError(f"plan schema_version {version!r} is not {SCHEMA_VERSION}: plan again with this version")
+    try:
+        plan = build_plan(table)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError(
-            f"plan schema_version {table.get('schema_version')!r} is not {SCHEMA_VERSION}: plan again with this version"
-        )
-    plan = Plan(
-        model=table["model"],
-        platform=table["platform"],
-        page_size=table["page_size"],
-        kv_cache_dtype=table["kv_cache_dtype"],
-        kv_layout=table["kv_layout"],
-        dtype=table["dtype"],
-        groups=tuple(_load_group(group) for group in table["groups"]),
-        pools=tuple(Pool(**{**pool, "layers": tuple(pool["layers"])}) for pool in table["pools"]),
-        cuda_graph=table["cuda_graph"],
-        options=table["options"],
-        adjustments=tuple(
-            Adjustment(a["field"], a["from"], a["to"], a["reason"], a["by"]) for a in table["adjustments"]
-        ),
-        rejected=tuple(
-            Rejection(**{**r, "reasons": tuple(map(Reason.from_dict, r["reasons"]))}) for r in table["rejected"]
-        ),
-        warnings=tuple(table["warnings"]),
-        lanes=table["lanes"],
-        batch_invariant=table["batch_invariant"],
-        async_schedule=table["async_schedule"],
-        tp=table["tp_size"],
-        limits=table["limits"],
-        mixed_batch=table["mixed_batch"],
-        api_version=table["api_version"],
-        ok=table["ok"],
-    )
+            f"not a plan of schema version {version}: {what}", fix="plan again with this version"
+        ) from error
     stated = table.get("fingerprint")
     if stated is not None and stated != plan.fingerprint:
         raise UsageError(

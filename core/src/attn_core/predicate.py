@@ -14,7 +14,6 @@ with ``min``, ``max``, ``multiple``, ``exactly``, ``not`` and, for pairs, ``equa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -30,14 +29,24 @@ _PAIR_KEYS = ("equal", "first", "second")
 Request = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
 class Condition:
-    """One axis of a row with the values it accepts. ``need`` is the readable form of the accepted values."""
+    """One axis of a row with the values it accepts, ``raw`` as the manifest writes them."""
 
-    axis: str
-    value: Any
-    need: str
-    _test: Callable[[Any], bool] = field(repr=False, compare=False)
+    def __init__(self, axis: Axis, name: str, raw: Any, test: Callable[[Any], bool]) -> None:
+        self.axis, self.raw, self._form, self._test = name, raw, axis, test
+
+    def __repr__(self) -> str:
+        return f"Condition({self.axis}: {self.need})"
+
+    @cached_property
+    def value(self) -> Any:
+        """The accepted values, as nested tuples."""
+        return _freeze(self.raw)
+
+    @cached_property
+    def need(self) -> str:
+        """The accepted values, as people read them."""
+        return _describe(self._form, self.raw)
 
     def holds(self, request: Request, unknown: bool = True) -> bool:
         """Whether the request satisfies this condition; an axis the request does not know counts as `unknown`."""
@@ -54,6 +63,17 @@ class Condition:
     def exact(self) -> bool:
         """``exactly``: the pool itself must have this value; splitting its pages down to it does not count."""
         return isinstance(self.value, tuple) and any(isinstance(v, tuple) and v[:1] == ("exactly",) for v in self.value)
+
+
+class When(dict[str, Any]):
+    """A ``when`` table that has been compiled: its conditions come with it, so that nobody compiles it twice."""
+
+    def __init__(self, table: Mapping[str, Any], where: str = "when") -> None:
+        super().__init__(table)
+        self.conditions = compile_when(table, where)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return When, (dict(self),)
 
 
 def flatten(when: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +99,7 @@ def compile_condition(name: str, value: Any, where: str) -> Condition:
         raise ManifestError(f"{where}: unknown axis {name!r}", fix="see the list of axes in docs/manifest.md")
     place = f"{where}.{name}"
     _check_words(axis, value, place)
-    return Condition(name, _freeze(value), _describe(axis, value), _build(axis, value, place))
+    return Condition(axis, name, value, _build(axis, value, place))
 
 
 def _check_words(axis: Axis, value: Any, place: str) -> None:

@@ -14,7 +14,7 @@ from attn_core.testing.declared import Ask
 from attn_core.testing.harness import BackendUnderTest
 
 FAULTS: dict[str, Fault] = {}
-_MODULES = ("numbers", "memory", "steps", "states")
+_MODULES = ("numbers", "memory", "steps", "states", "latent")
 
 
 @dataclass(frozen=True)

@@ -227,3 +227,20 @@ class CsrStride(ReferenceBackend):
 class SinksIgnored(ReferenceBackend):
     def softmax(self, logits: Any, values: Any, layer: Any, metadata: Any, out: Any) -> Any:
         return super().softmax(logits, values, replace(layer, sinks=None), metadata, out)
+
+
+@fault("gather forgets where a part starts", "gather")
+class GatherFromZero(ReferenceBackend):
+    def attn_gather(self, cache: Any, address: Any, part: Any, layer: Any) -> Any:
+        moved = None if part is None else replace(part, start=torch.zeros_like(part.start))
+        return super().attn_gather(cache, address, moved, layer)
+
+    attn_gather.attn_impl = ReferenceBackend.attn_gather.attn_impl  # type: ignore[attr-defined]
+
+
+@fault("gather leaves the scale out", "gather", dtypes=("bf16", "fp8_e4m3", "bf16"))
+class GatherUnscaled(ReferenceBackend):
+    def attn_gather(self, cache: Any, address: Any, part: Any, layer: Any) -> Any:
+        return super().attn_gather(cache, address, part, replace(layer, v_scale=None))
+
+    attn_gather.attn_impl = ReferenceBackend.attn_gather.attn_impl  # type: ignore[attr-defined]

@@ -1,22 +1,51 @@
-"""The package declares its backends, and says honestly that they cannot run yet."""
+"""What the package declares, and what its probe answers."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
+import attn_triton
+import pytest
 from attn_core.manifest import load_toml, parse_manifests
+from attn_core.platform import parse_platform
 
-SOURCE = Path(__file__).parents[1] / "src" / "attn_triton"
+SOURCE = Path(attn_triton.__file__).parent
 
 
-def test_planned_backends_are_declared_and_probe_says_not_available():
-    manifests = parse_manifests(load_toml((SOURCE / "attn_manifest.toml").read_text(encoding="utf-8")))
-    spec = importlib.util.spec_from_file_location("attn_triton", SOURCE / "__init__.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert [manifest.id for manifest in manifests] == ["mha/triton", "mm/triton"]
-    for manifest in manifests:
-        answer = module.attn_probe(manifest)
-        assert not answer.ok
-        assert [reason.code for reason in answer.reasons] == ["planned"]
+def manifests():
+    return parse_manifests(load_toml((SOURCE / "attn_manifest.toml").read_text(encoding="utf-8")))
+
+
+def test_both_backends_are_implemented():
+    assert [(m.id, m.status) for m in manifests()] == [("mha/triton", "implemented"), ("mm/triton", "implemented")]
+
+
+@pytest.mark.needs_triton
+@pytest.mark.parametrize(
+    ("platform", "interpret", "ok"), [("cuda:sm90", "0", True), ("cpu", "0", False), ("cpu", "1", True)]
+)
+def test_the_probe_wants_a_gpu_or_the_interpreter(monkeypatch, platform, interpret, ok):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    for manifest in manifests():
+        answer = attn_triton.attn_probe(manifest, parse_platform(platform))
+        assert {name: a.ok for name, a in answer.items()} == {"default": ok}
+        assert ok or answer["default"].reasons[0].fix
+
+
+def test_a_missing_triton_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    answer = attn_triton.attn_probe(manifests()[0], parse_platform("cuda:sm90"))
+    assert "pip install triton" in answer["default"].needs
+
+
+def test_launch_data_covers_every_declared_architecture_and_head_dim():
+    from attn_triton.launch import find_launch
+
+    for manifest in manifests():
+        for row in manifest.variants[0].allow:
+            dims = row.when["head_dims"]
+            for arch in row.when["arch"]:
+                for split in (True, False):
+                    for bits in (8, 16, 32):
+                        for dim in (dims["min"], dims["max"]):
+                            assert find_launch(arch, split, bits, dim).warps in (2, 4, 8)

@@ -61,6 +61,13 @@ def _check_served(plan: Plan) -> None:
                 "this bridge serves causal self-attention with keys and values",
                 fix='attn_implementation="sdpa" for this model',
             )
+        if group.group.kv_from:
+            raise PlanError(
+                f"layer group {group.group.name!r} shares the keys of other layers",
+                f"layers   {dict(group.group.kv_from)} (layer: owner)",
+                "transformers runs such layers for the last tokens only, which this bridge cannot follow",
+                fix='attn_implementation="sdpa" for this model',
+            )
 
 
 def attention_modules(model: Any) -> list[nn.Module]:
@@ -81,7 +88,7 @@ def make_layers(model: Any, plan: Plan) -> dict[int, MhaLayer]:
             if index not in modules:
                 raise BindError(f"the plan has layer {index} (group {group.name!r}); the model has no such layer")
             sinks = _sinks(index, group.geometry, modules[index])
-            layers[index] = MhaLayer(index, group, sinks=sinks, kv_from=group.kv_from.get(index))
+            layers[index] = MhaLayer(index, group, sinks=sinks)
     return dict(sorted(layers.items()))
 
 

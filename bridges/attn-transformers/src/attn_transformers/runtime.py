@@ -140,10 +140,8 @@ class AttnModel:
         return out
 
     def _claim(self, layer: MhaLayer) -> Sequences:
-        """The sequences that this call belongs to: those that offered the layer, or the running ones of a shared cache."""
+        """The sequences that offered this layer. Raises :class:`BatchError` where none did."""
         sequences = self._active
-        if layer.kv_from is not None and sequences is not None and sequences.waits_for(layer.index):
-            return sequences
         if sequences is None or sequences.offered != layer.index:
             raise BatchError(
                 f"layer {layer.index} was called without an AttnCache",

@@ -9,7 +9,7 @@ from attn_core.cache import PagedKVCache, Request
 from attn_core.errors import BatchError, CacheError, OutOfPages
 from attn_core.layers import MhaInputs, MhaLayer
 from attn_core.router import Router
-from attn_core.step import Step
+from attn_core.router import Step
 
 from attn_transformers.rows import NewTokens, new_tokens
 
@@ -85,11 +85,7 @@ class Sequences:
         step, tokens = self._step, self._tokens
         assert step is not None
         assert tokens is not None
-        if layer.kv_from is None:
-            inputs = MhaInputs(tokens.pack(query), tokens.pack(key), tokens.pack(value))
-        else:
-            inputs = MhaInputs(tokens.pack(query))
-        out = step.attend(layer, inputs)
+        out = step.attend(layer, MhaInputs(tokens.pack(query), tokens.pack(key), tokens.pack(value)))
         self._done.add(layer.index)
         return tokens.unpack(out)
 
@@ -111,14 +107,25 @@ class Sequences:
     # --- changes of the batch ---------------------------------------------------------------------------------------------
 
     def select(self, indices: Sequence[int]) -> None:
-        """Row i becomes what row ``indices[i]`` was: a row used once moves, further uses are copies, others are freed."""
+        """Row i becomes what row ``indices[i]`` was: a row used once moves, further uses are copies, others are freed.
+
+        Rows that go make room for copies; if that is not enough, all pages are given back and :class:`OutOfPages` is raised.
+        """
         self._need_finished("rows can be selected")
         self._free([r for place, r in enumerate(self.requests) if place not in set(indices)])
-        former, used = self.requests, set[int]()
-        self.requests = []
-        for place in indices:
-            self.requests.append(self._copy(former[place]) if place in used else former[place])
-            used.add(place)
+        former, rows, copies = self.requests, list[Request](), list[Request]()
+        moved: set[int] = set()
+        try:
+            for place in indices:
+                if place in moved:
+                    copies.append(self._copy(former[place]))
+                rows.append(copies[-1] if place in moved else former[place])
+                moved.add(place)
+        except OutOfPages:
+            self.requests = [former[place] for place in set(indices)] + copies
+            self.release()
+            raise
+        self.requests = rows
 
     def crop(self, count: int) -> None:
         """Forget the last `count` columns. Raises :class:`CacheError` where they hold padding or are not there."""
@@ -141,7 +148,11 @@ class Sequences:
     def _copy(self, source: Request) -> Request:
         """A new request with its own copy of the pages of `source`."""
         copy = self.kv.new_request()
-        self.kv.extend(copy, source.length)
+        try:
+            self.kv.extend(copy, source.length)
+        except OutOfPages:
+            self.kv.free(copy)
+            raise
         self.kv.commit(copy)
         for number, pool in enumerate(self.kv.pools):
             old, new = (torch.tensor(r.pages[number], device=self.kv.device) for r in (source, copy))

@@ -107,6 +107,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         status: Any = attn.main(words, prog_name="attn", standalone_mode=False)
     except click.ClickException as error:
         error.show()
+        if "--json" in words:
+            click.echo(json.dumps(error_document(UsageError(error.format_message())), indent=1))
         return error.exit_code
     except click.Abort:
         return FAILED
@@ -118,6 +120,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except BrokenPipeError:  # the reader went away (attn list | head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except OSError as error:
+        _show(UsageError(f"{error.filename or 'a file'}: {error.strerror or error}"), as_json="--json" in words)
         return FAILED
     return status if isinstance(status, int) else 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
 from attn_core.errors import UsageError
 from attn_core.options import Options
 

@@ -9,17 +9,17 @@ import click
 
 @click.command("bench", help=__doc__)
 @click.option("--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True)
-@click.option("--batch", type=int, default=8, show_default=True, help="rows")
-@click.option("--kv-len", type=int, default=2048, show_default=True, help="keys per row")
-@click.option("--new", type=int, default=512, show_default=True, help="new tokens per row (prefill)")
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="rows")
+@click.option("--kv-len", type=click.IntRange(min=1), default=2048, show_default=True, help="keys per row")
+@click.option("--new", type=click.IntRange(min=1), default=512, show_default=True, help="new tokens per row (prefill)")
 @click.option("--heads", default="32/8", show_default=True, help="query/KV heads")
-@click.option("--head-dim", type=int, default=128, show_default=True)
-@click.option("--page-size", type=int, default=16, show_default=True)
+@click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--kv-cache-dtype", default="auto", show_default=True)
 @click.option("--backend", "backends", multiple=True, help="only these (repeatable)")
 @click.option("--device", default=None, help="torch device; default: what the platform is")
-@click.option("--rounds", type=int, default=20, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="print the figures as JSON")
 def command(
     phase: str,
@@ -46,6 +46,12 @@ def command(
     q_heads, slash, kv_heads = heads.partition("/")
     if not (slash and q_heads.isdigit() and kv_heads.isdigit() and int(kv_heads) and int(q_heads) % int(kv_heads) == 0):
         raise UsageError(f"--heads {heads!r} is not QUERY/KV with a whole ratio, such as 32/8")
+    if canonical(dtype) not in ("bf16", "fp16", "fp32"):
+        raise UsageError(
+            f"--dtype {dtype!r}: models compute in bfloat16, float16 or float32; --kv-cache-dtype quantises the cache"
+        )
+    if phase == "prefill" and new > kv_len:
+        raise UsageError(f"--new {new} tokens are part of the --kv-len {kv_len} keys and cannot be more")
     platform = detect_platform(device.partition(":")[0] if device else None)
     where = device or {"rocm": "cuda"}.get(platform.device, platform.device)
     shape = Shape(
@@ -81,4 +87,9 @@ def _print(result: dict[str, object]) -> None:
         time_text = f"{row['microseconds']:.1f}" if row["microseconds"] else "-"
         share = f"{row['of_ceiling']:.0%}" if row["of_ceiling"] else "-"
         table.add_row(name, row["package"], time_text, share, row["note"])
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    planned = result["planned"]
+    if planned:
+        assert isinstance(planned, list)
+        console.print(f"planned, not measured: {', '.join(planned)}", highlight=False)

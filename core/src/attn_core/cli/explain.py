@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from attn_core.cli._planning import planning_flags
 from attn_core.errors import PlanError
 from attn_core.plan import Plan

@@ -51,12 +51,18 @@ def read_reports(folder: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.rglob("*.json")):
         try:
-            report = json.loads(path.read_text(encoding="utf-8"))
+            report = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
             summary = {key: report[key] for key in ("summary", "hardware", "date")}
+            if not isinstance(summary["summary"], dict) or not isinstance(summary["date"], str):
+                raise TypeError("summary must be a table and date a text")
             found[str(report["backend"])] = {**summary, "file": path.name}
         except (ValueError, KeyError, TypeError) as error:
             click.echo(f"{path}: not a verification report ({type(error).__name__}: {error})", err=True)
     return found
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _evidence(evidence: dict[str, dict[str, Any]], kind: str, name: str) -> str:

@@ -59,7 +59,8 @@ def _geometry(geometry: object) -> str:
         return ""
     from dataclasses import fields, is_dataclass
 
-    assert is_dataclass(geometry) and not isinstance(geometry, type)
+    assert is_dataclass(geometry)
+    assert not isinstance(geometry, type)
     shown = []
     for f in fields(geometry):
         value = getattr(geometry, f.name)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
 from attn_core.cli._planning import planning_flags
 from attn_core.errors import PlanError, UsageError
+
+if TYPE_CHECKING:
+    from attn_core.plan import Plan
 
 
 @click.command("plan", help=__doc__)
@@ -20,7 +24,7 @@ from attn_core.errors import PlanError, UsageError
 )
 @click.pass_context
 def command(
-    context: click.Context, as_json: bool, output: str | None, diff: tuple[str, str] | None, **flags: Any
+    context: click.Context, /, as_json: bool, output: str | None, diff: tuple[str, str] | None, **flags: Any
 ) -> None:
     """Print a plan, or the reasons why there is none (exit status 3)."""
     from attn_core.cli._planning import make_plan
@@ -48,9 +52,7 @@ for _parameter in command.params:
 
 def show_difference(first: str, second: str, *, as_json: bool) -> int:
     """Print the fields in which two plans' cache contracts differ; 0 if caches may be exchanged, else 1."""
-    from attn_core.plan import load_plan
-
-    plans = [load_plan(_read(path)) for path in (first, second)]
+    plans = [read_plan(path) for path in (first, second)]
     found = plans[0].differences(plans[1])
     fatal = [item for item in found if item.fatal]
     if as_json:
@@ -63,11 +65,14 @@ def show_difference(first: str, second: str, *, as_json: bool) -> int:
     return 1 if fatal else 0
 
 
-def _read(path: str) -> dict[str, Any]:
+def read_plan(path: str) -> Plan:
+    """The plan in a file. Raises :class:`UsageError` if it is none, or was changed."""
+    from attn_core.plan import load_plan
+
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a plan file: {error}") from error
     if not isinstance(content, dict) or not content.get("ok"):
         raise UsageError(f"{path}: not a plan (its `ok` is not true)", fix="write one with: attn plan … --output FILE")
-    return content
+    return load_plan(content)

@@ -62,11 +62,11 @@ def plan(
     parsed_draft = draft if draft is None or isinstance(draft, Model) else parse_model(draft)
     registry = registry or discover()
     chosen = Options.of(options, **flags)
+    availability: Availabilities | None = None if platform is None else {}
     if platform is None:
-        found, availability = detect_platform(), None
+        found = detect_platform()
     else:
         found = platform if isinstance(platform, Platform) else parse_platform(platform)
-        availability = {}
     return plan_for(parsed, found, chosen, registry, draft=parsed_draft, availability=availability)
 
 

@@ -9,7 +9,7 @@ from itertools import combinations
 from attn_core.options import Options
 from attn_core.planner._choice import Ties
 from attn_core.planner._slots import Slot
-from attn_core.planner._solve import Wishes, solve
+from attn_core.planner._solve import FREE, Wishes, solve
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Conflict:
     needs: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_conflict(slots: Sequence[Slot], options: Options, ties: Ties, wishes: Wishes = Wishes()) -> Conflict | None:
+def find_conflict(slots: Sequence[Slot], options: Options, ties: Ties, wishes: Wishes = FREE) -> Conflict | None:
     """The smallest set of slots that cannot be served together, though each can be served alone. None if there is none."""
     for size in (2, 3, 4):
         for subset in combinations(slots, size):
@@ -34,10 +34,20 @@ def find_conflict(slots: Sequence[Slot], options: Options, ties: Ties, wishes: W
     return None
 
 
+_WORDS = (("page_size", "page"), ("format.layout", "layout"), ("format.name", "format"))
+
+
 def needs_of(slot: Slot) -> str:
     """What the eligible candidates of a slot need of the pool, as text: ``fa4 needs page 128``."""
-    found: dict[str, dict[str, None]] = {}
+    found: dict[str, dict[str, dict[str, None]]] = {}
     for verdict in slot.eligible:
-        pages = found.setdefault(verdict.candidate.manifest.name, {})
-        pages.update(dict.fromkeys(verdict.pages()))
-    return "; ".join(f"{name} needs page {' or '.join(pages)}" for name, pages in found.items() if pages)
+        mine = found.setdefault(verdict.candidate.manifest.name, {word: {} for _, word in _WORDS})
+        for live in verdict.live:
+            for axis, word in _WORDS:
+                mine[word].update(dict.fromkeys(condition.need for condition in live.row.later.get(axis, ())))
+    lines = []
+    for name, needs in found.items():
+        said = [f"{word} {' or '.join(values)}" for word, values in needs.items() if values]
+        if said:
+            lines.append(f"{name} needs {', '.join(said)}")
+    return "; ".join(lines)

@@ -26,14 +26,14 @@ _SHOWN = 12
 _FAR = 100
 
 
-def no_plan(
-    situation: Situation, slots: Sequence[Slot], ties: Ties, wishes: Wishes, solvable: Solvable
-) -> PlanError:
+def no_plan(situation: Situation, slots: Sequence[Slot], ties: Ties, wishes: Wishes, solvable: Solvable) -> PlanError:
     """The error for a model that cannot be solved. ``solvable`` says whether other options would have a plan."""
     options = situation.options
     # what was named cannot be served: that comes first; then what nobody serves
     stuck = [slot for slot in slots if not _can_serve(slot, options, ties)]
-    stuck.sort(key=lambda slot: (slot.pin is None, slot.part != "main"))
+    stuck.sort(
+        key=lambda slot: (slot.pin is None or bool(slot.pin.companion_of), slot.pin is None, slot.part != "main")
+    )
     rejected = tuple(_all_rejections(slots, options))
     suggestions = suggest(options, slots, stuck, solvable)
     if stuck:
@@ -70,7 +70,12 @@ def _nobody(
     facts += list(_table(slot, shown, situation.options))
     if slot.pin is not None:
         facts += list(_other_groups(slot, slots, situation.options, ties))
-        message = f"{slot.pin.name} cannot serve {_layers(slot)}"
+        who = (
+            f"{slot.pin.companion_of} leaves {slot.phase} to {slot.pin.name}, which"
+            if slot.pin.companion_of
+            else slot.pin.name
+        )
+        message = f"{who} cannot serve {_layers(slot)}"
     else:
         message = f"no installed backend can serve {_layers(slot)}"
     return PlanError(message, *facts, rejected=rejected, suggestions=suggestions)
@@ -173,12 +178,22 @@ def _conflicting(
         facts.append(f"{slot.label}: {need}{flag}")
         facts += dict.fromkeys(f"  denied: {_denial(row)}" for v in slot.eligible for row in v.deny)
     follows = [slot for slot in conflict.slots if slot.follows]
+    for slot in follows:
+        facts += _unable(slot, [other for other in slots if other.phase == slot.follows and other.pin])
     facts += [
         f"{slot.phase} must be served by the {slot.follows} backend (--speculative-attention-mode)" for slot in follows
     ]
     asked = f" with --page-size {situation.options.page_size}" if situation.options.page_size else ""
     title = "the smallest set of needs that cannot be met together" + asked
     return PlanError(title, *facts, rejected=rejected, suggestions=suggestions)
+
+
+def _unable(slot: Slot, leaders: Sequence[Slot]) -> Iterable[str]:
+    """Why the backend that was named for a phase cannot serve the slot that follows it."""
+    for leader in leaders:
+        for verdict in slot.verdicts:
+            if leader.pin is not None and leader.pin.covers(verdict.candidate) and verdict.reasons:
+                yield f"  {verdict.candidate.name} ({slot.phase})  " + " | ".join(map(_with_fix, verdict.reasons))
 
 
 def _denial(row: Row) -> str:

@@ -67,11 +67,12 @@ def _page_reason(solved: Solved, page: int) -> tuple[str, str]:
             for row in chosen.verdict.candidate.variant.prefer:
                 if row.page_size == page:
                     preferring[name] = row.reason
-    if demanding:
-        return ", ".join(demanding), "; ".join(f"{name} reads pages of {need}" for name, need in demanding.items())
-    if preferring:
-        said = "; ".join(f"{name} prefers it" + (f": {why}" if why else "") for name, why in preferring.items())
-        return ", ".join(preferring), said
+    said = {name: f"{name} reads pages of {need}" for name, need in demanding.items()}
+    for name, why in preferring.items():
+        wish = f"prefers {page}" + (f" ({why})" if why else "")
+        said[name] = f"{said[name]} and {wish}" if name in said else f"{name} {wish}"
+    if said:
+        return ", ".join(said), "; ".join(said.values())
     return "", "the smallest page size that all phases have in common"
 
 
@@ -84,7 +85,9 @@ def _padding(solved: Solved, prefix: str) -> Iterator[Adjustment]:
                 if (axis, chosen.backend) in told:
                     continue
                 told.add((axis, chosen.backend))
-                yield Adjustment(f"{prefix}{name}.{axis}", before, after, _pad_text(chosen, axis, costs.get(name)), chosen.backend)
+                yield Adjustment(
+                    f"{prefix}{name}.{axis}", before, after, _pad_text(chosen, axis, costs.get(name)), chosen.backend
+                )
 
 
 _PADDED = {"q_heads": "query heads", "v_dim": "pad V", "head_dims": "head dims"}
@@ -139,6 +142,8 @@ def _lost(slot: Slot, verdict: Verdict, choice: GroupChoice | None, winner: Choi
         }
         setting = choice.setting
         unfit = unfit_reasons(verdict, setting, peers) if slot.part == "main" else ()
+        if unfit and winner is not None and _would_lose(slot, verdict, winner):
+            return (_outranked(verdict, winner.verdict), *unfit)
         if unfit:
             return unfit
     if slot.pin is not None and not slot.pin.covers(verdict.candidate):
@@ -152,6 +157,12 @@ def _lost(slot: Slot, verdict: Verdict, choice: GroupChoice | None, winner: Choi
         need = f"{slot.phase} is served by the {slot.follows} backend"
         return (Reason("follows", need, asked_by="--speculative-attention-mode"),)
     return (_outranked(verdict, winner.verdict),)
+
+
+def _would_lose(slot: Slot, verdict: Verdict, winner: Choice) -> bool:
+    """Whether rank alone speaks against a candidate, so that the page size went another way for that reason."""
+    free = slot.pin is None and slot.follows is None and not verdict.request.axes.get("explicit.page_size")
+    return free and verdict.rank > winner.verdict.rank
 
 
 def _outranked(verdict: Verdict, winner: Verdict) -> Reason:

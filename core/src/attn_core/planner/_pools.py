@@ -123,7 +123,9 @@ def padding_costs(solved: Solved) -> Iterator[tuple[str, str]]:
             for one in (None, choice)
         )
         if wide > plain and "format.default" in next(iter(choice.choices.values())).verdict.request.axes:
-            more = f"{wide - plain} bytes more a token and layer ({wide} instead of {plain}, {100 * wide // plain - 100}%)"
+            more = (
+                f"{wide - plain} bytes more a token and layer ({wide} instead of {plain}, {100 * wide // plain - 100}%)"
+            )
             yield group.name, more
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from attn_core.options import Options
 from attn_core.planner._slots import Slot
@@ -15,6 +15,7 @@ _REMEDIES: Sequence[tuple[str, object, str]] = (
     ("page_size", None, "without --page-size"),
     ("kv_cache_dtype", "auto", "--kv-cache-dtype auto"),
     ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype fp8_e4m3"),
+    ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype fp8_e5m2"),
     ("kv_cache_dtype", "bf16", "--kv-cache-dtype bfloat16"),
     ("dtype", "bf16", "--dtype bfloat16"),
     ("dtype", "fp16", "--dtype float16"),
@@ -41,7 +42,9 @@ def suggest(options: Options, slots: Sequence[Slot], stuck: Sequence[Slot], solv
     """Single changes of options that would give a plan; the user's own choice of a backend is given up last."""
     found: list[str] = []
     for name, value, text in _REMEDIES:
-        if getattr(options, name) != value and solvable(replace(options, **{name: value})):
+        if name == "kv_cache_dtype" and str(value).startswith("fp8") and not options.kv_cache_dtype.startswith("fp8"):
+            continue  # nobody who keeps full precision is told to give it up
+        if getattr(options, name) != value and solvable(options.but(**{name: value})):
             found.append(text)
     found += _ranks(options, slots, solvable)
     found += _other_backends(options, stuck or slots, solvable)
@@ -65,7 +68,7 @@ def _ranks(options: Options, slots: Sequence[Slot], solvable: Solvable) -> list[
 
 def working_ranks(options: Options, solvable: Solvable) -> list[int]:
     """Tensor-parallel sizes that have a plan, the present one aside."""
-    return [n for n in _RANKS if n != options.tp_size and solvable(replace(options, tp_size=n))]
+    return [n for n in _RANKS if n != options.tp_size and solvable(options.but(tp_size=n))]
 
 
 def _other_backends(options: Options, slots: Sequence[Slot], solvable: Solvable) -> Iterator[str]:
@@ -75,7 +78,7 @@ def _other_backends(options: Options, slots: Sequence[Slot], solvable: Solvable)
         if slot.pin is None or name not in names:
             continue
         others = dict.fromkeys(v.candidate.manifest.name for v in slot.verdicts if v.eligible)
-        works = [other for other in others if solvable(replace(options, **{name: other}))]
+        works = [other for other in others if solvable(options.but(**{name: other}))]
         yield from (f"{slot.pin.flag} {other}" for other in works[:3])
-        if not works and solvable(replace(options, **{name: None})):
+        if not works and solvable(options.but(**{name: None})):
             yield f"without {slot.pin.flag} (automatic choice works)"

@@ -31,6 +31,10 @@ class Wishes:
     block: int | None = None
 
 
+#: Nobody wishes anything.
+FREE = Wishes()
+
+
 @dataclass(frozen=True)
 class Solution:
     """All groups of one model. ``shared_page`` is False where pools had to take different page sizes."""
@@ -75,7 +79,7 @@ class _Cluster:
         return found
 
 
-def solve(slots: Sequence[Slot], options: Options, ties: Ties, wishes: Wishes = Wishes()) -> Solution | None:
+def solve(slots: Sequence[Slot], options: Options, ties: Ties, wishes: Wishes = FREE) -> Solution | None:
     """The best solution of one model, or None."""
     groups = by_group(slots)
     if not groups:

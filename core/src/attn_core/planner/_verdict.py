@@ -263,7 +263,7 @@ def _explain(misses: Sequence[list[Reason]]) -> list[Reason]:
         fewest = min(map(len, misses))
         nearest = {r.code: r for miss in reversed(misses) if len(miss) == fewest for r in miss}
         return [replace(r, need=_shorter(r, r.need)) for r in reversed(nearest.values())]
-    joined = []
+    joined: list[Reason] = []
     for reason in misses[0]:
         if reason.code in common and reason.code not in {item.code for item in joined}:
             separator = " or " if reason.code == "dtypes" else ", "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attn_core.geometry import Model
-from attn_core.options import Options, named_backends
+from attn_core.options import Options, named_backends, nearest
 from attn_core.planner._build import Solved
 from attn_core.planner._slots import FAMILY_ALIASES, Slot
 
@@ -21,6 +21,7 @@ def warnings_of(solved: Sequence[Solved], options: Options, draft: Model | None)
 def _all(solved: Sequence[Solved], options: Options, draft: Model | None) -> Iterator[str]:
     situation = solved[0].situation
     yield from _aliases(options)
+    yield from _unknown_names(solved, options)
     for group in situation.model.groups:
         if group.backend_kind == "external":
             yield f"layer group {group.name!r}: {len(group.layers)} {group.kind} layers are left to the server"
@@ -40,6 +41,18 @@ def _aliases(options: Options) -> Iterator[str]:
         for family, names in FAMILY_ALIASES.items():
             if name in names:
                 yield f"{name} is a deprecated name of {family}; use {flag} {family}"
+
+
+def _unknown_names(solved: Sequence[Solved], options: Options) -> Iterator[str]:
+    """Names in lists of preferences that match no candidate: a preference may be idle, but not unnoticed."""
+    candidates = [v.candidate for one in solved for slot in one.slots for v in slot.verdicts]
+    known = {name for c in candidates for name in (c.manifest.name, c.manifest.id, c.name)}
+    for flag in ("exclude_backends", "prefer_backends", "disable_variants"):
+        for name in getattr(options, flag):
+            if name not in known:
+                near = nearest(name, sorted(known))
+                hint = f"; {near}" if near.startswith("did you mean") else ""
+                yield f"{options.flag_of(flag)}: {name!r} names no candidate for this model{hint}"
 
 
 def _choices(solved: Solved) -> Iterator[str]:

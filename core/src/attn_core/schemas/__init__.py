@@ -148,7 +148,7 @@ def _allow_schema() -> dict[str, Any]:
 
 
 def _workspace_schema() -> dict[str, Any]:
-    sizes = dict.fromkeys(WORKSPACE_SIZES, {"type": "integer", "minimum": 0})
+    sizes = {key: {"type": "integer", "minimum": 0} for key in WORKSPACE_SIZES}
     row = _object({"when": {"$ref": "#/$defs/when"}, **sizes})
     return _object({**sizes, "zeroed": _FLAG, "shareable": _FLAG, "rows": _list(row)})
 
@@ -263,7 +263,9 @@ def plan_schema() -> dict[str, Any]:
         "schema_version": {"const": 1},
         "api_version": _TEXT,
         "ok": {"const": True},
-        **dict.fromkeys(("model", "platform", "dtype", "kv_cache_dtype", "kv_layout", "fingerprint", "mixed_batch"), _TEXT),
+        **dict.fromkeys(
+            ("model", "platform", "dtype", "kv_cache_dtype", "kv_layout", "fingerprint", "mixed_batch"), _TEXT
+        ),
         "page_size": _NUMBER,
         "groups": _list(group, 1),
         "pools": _list(pool),

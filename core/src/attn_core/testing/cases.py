@@ -36,7 +36,7 @@ def run_file(path: Path) -> list[tuple[str, str, list[str]]]:
 def run_entry(entry: Mapping[str, Any], library: Library) -> list[str]:
     """What fails of one entry; empty if it passes. Whatever goes wrong is a failure, never a traceback."""
     try:
-        return [failure for failure in _failures(entry["repro"], library)]
+        return list(_failures(entry["repro"], library))
     except (CaseError, AttnError) as error:
         return [str(error)]
     except Exception as error:
@@ -110,14 +110,18 @@ def shipped_manifests() -> World:
 
 
 def _about(model: Model, world: World, row: Row) -> Model:
-    """The model without the groups that no toy speaks about: they are left to the server, as if they were external."""
-    named = {"mm": "vision", "gdn": "linear"}
-    asked = set(row.expect) if isinstance(row.expect, Mapping) else set()
+    """The model without the groups that an entry with toys does not speak about: they are left to the server.
+
+    Those are groups of a kind that no toy is of, and vision towers and encoders unless the entry mentions them.
+    """
+    said = json.dumps([row.expect, row.flags, row.installed])
+    asked = {"mm": any(word in said for word in ("vision", "encoder", "mm_")), "gdn": "linear" in said}
     kept = [
         group
         for group in model.groups
-        if group.backend_kind in (*world.kinds, "external")
-        or any(key.startswith(named.get(group.backend_kind, "?")) for key in asked)
+        if group.backend_kind == "external"
+        or asked.get(group.backend_kind, False)
+        or (group.backend_kind in world.kinds and group.backend_kind != "mm")
     ]
     served = [group for group in kept if group.backend_kind != "external"]
     return replace(model, groups=tuple(kept)) if served else model
@@ -137,7 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for file in files:
         for name, title, failures in run_file(Path(file)):
             passed, failed = passed + (not failures), failed + bool(failures)
-            print(f"{'FAIL' if failures else 'ok  '} {name} {title}" + "".join(f"\n       {_short(line)}" for line in failures))
+            print(
+                f"{'FAIL' if failures else 'ok  '} {name} {title}"
+                + "".join(f"\n       {_short(line)}" for line in failures)
+            )
     print(f"{passed} passed, {failed} failed")
     return 1 if failed else 0
 

@@ -124,6 +124,8 @@ def hardware(rule: Any) -> list[str]:
     """
     if isinstance(rule, bool):
         return list(ARCHS) if rule else []
+    if isinstance(rule, Mapping):
+        return [arch for key, value in rule.items() for arch in archs(key, value)]
     if isinstance(rule, list | tuple):
         return [arch for item in rule for arch in hardware(f"sm{item}" if isinstance(item, int) else item)]
     text = str(rule).strip().lower()
@@ -182,7 +184,12 @@ def _heads_test(text: str) -> Callable[[int], bool]:
     said = re.sub(r"at most (\d+)", r"h <= \1", said)
     said = re.sub(r"at least (\d+)", r"h >= \1", said)
     said = re.sub(r"(\d+)\s*(?:\.\.|to|-)\s*(\d+)", r"(\1 <= h <= \2)", said)
-    said = re.sub(r"\b(?:heads|num_heads|n|q_heads)\b", "h", said).replace("||", " or ").replace("&&", " and ").replace("|", " or ")
+    said = (
+        re.sub(r"\b(?:heads|num_heads|n|q_heads)\b", "h", said)
+        .replace("||", " or ")
+        .replace("&&", " and ")
+        .replace("|", " or ")
+    )
     said = re.sub(r"[{]([\d,\s]+)[}]", r"[\1]", said)
     clauses = re.split(r"\b(or|and)\b|,(?![^\[]*\])", said)
     clauses = [_clause(part) if part not in ("or", "and", None) else (part or "or") for part in clauses]
@@ -295,7 +302,7 @@ def combos(items: Any) -> Sequence[Mapping[str, Any]]:
             found.append(item)
             continue
         table: dict[str, Any] = {}
-        words = [w for w in (item if isinstance(item, list) else re.split(r"[+/x×,]\s*", str(item)))]
+        words = item if isinstance(item, list) else re.split(r"[+/×,]\s*", str(item))
         types = [w for w in words if is_dtype(w)]
         numbers = [int(w) for w in words if isinstance(w, int) or str(w).isdigit()]
         said = [w for w in words if w in PHASE_WORDS]

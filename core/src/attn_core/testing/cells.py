@@ -134,7 +134,7 @@ def _variant_cells(
         for check in checks:
             if not check.features <= row.features:
                 continue
-            fitting = [ask for ask in declared if ask.phase in check.phases]
+            fitting = [ask for ask in declared if ask.phase in check.phases and check.role in ("", ask.role)]
             for ask in spread_out(fitting, _spread(check, quick), sum(map(ord, check.name))):
                 key = (check.name, ask.phase, ask.dtypes, ask.page_size, ask.layout)
                 if key in seen:

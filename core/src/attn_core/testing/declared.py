@@ -30,6 +30,9 @@ _DIMS = (
     (40, 40), (72, 72), (512, 512), (576, 512),
 )  # fmt: skip
 _HEADS = ((4, 2), (3, 1), (6, 2), (2, 2), (8, 1), (16, 2), (16, 16), (32, 8), (64, 8), (64, 1), (128, 1), (128, 128))
+_LATENT_DIMS = ((40, 32), (576, 512), (24, 16), (512, 512))
+_STATE_HEADS = ((2, 4), (1, 3), (2, 2), (4, 8), (16, 32))
+_STATE_DIMS = ((16, 8), (32, 32), (64, 128), (128, 128), (128, 64), (64, 64))
 _QUERY_TYPES = ("fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -72,7 +75,7 @@ def verdict_of(manifest: Manifest, variant: Variant, ask: Ask, hardware: Hardwar
         "head_dims": ask.head_dims,
         "q_heads": ask.heads[0],
         "kv_heads": ask.heads[1],
-        "gqa_ratio": ask.heads[0] // ask.heads[1],
+        "gqa_ratio": max(ask.heads[0] // ask.heads[1], 1),
         "format.dtype": kv,
         "traits": frozenset(),
         "window": 0,
@@ -86,6 +89,10 @@ def verdict_of(manifest: Manifest, variant: Variant, ask: Ask, hardware: Hardwar
         **_switched_off(),
         **dict(ask.extra),
     }
+    if kind == "mla":
+        axes |= {"form": "ragged" if ask.role == "ragged" else "absorbed"}
+    if kind == "gdn":
+        axes |= {"state_dtype": kv, "state_dims": ask.head_dims, "verify_state": dict(ask.extra).get("verify_state")}
     if kind != "mm":
         axes["format.default"] = default_format(kv, kind)
     group = LayerGroup("target", "kit", "full", (0,), None)
@@ -100,7 +107,9 @@ def _query_types(ask: Ask) -> tuple[str, ...]:
 
 
 def _with_dtypes(request: Request, ask: Ask) -> Request:
-    """The planner derives ``dtypes`` from the model's type; the kit asks for one triple."""
+    """The planner derives ``dtypes`` from the model's type; the kit asks for one triple (of states: by ``state_dtype``)."""
+    if "state_dtype" in request.axes:
+        return replace(request, q_dtypes=())
     return replace(request, axes={**request.axes, "dtypes": ask.dtypes}, q_dtypes=())
 
 
@@ -172,14 +181,42 @@ def head_dims(row: Row, most: int = 6) -> list[tuple[int, int]]:
     return list(dict.fromkeys(listed)) or accepted(row, "head_dims", _DIMS)[:most]
 
 
-def head_counts(row: Row, most: int = 3) -> list[tuple[int, int]]:
-    """(query heads, KV heads) to try: small ones first, ratios 1, 2, 3 and more."""
+def head_counts(row: Row, states: bool = False, most: int = 3) -> list[tuple[int, int]]:
+    """(query heads, KV heads) to try: small ones first, ratios 1, 2, 3 and more; of states (key heads, value heads)."""
     found = [
         (q, kv)
-        for q, kv in _HEADS
-        if accepted(row, "q_heads", [q]) and accepted(row, "kv_heads", [kv]) and accepted(row, "gqa_ratio", [q // kv])
+        for q, kv in (_STATE_HEADS if states else _HEADS)
+        if accepted(row, "q_heads", [q])
+        and accepted(row, "kv_heads", [kv])
+        and accepted(row, "gqa_ratio", [max(q // kv, 1)])
     ]
     return found[:most]
+
+
+def latent_dims(row: Row, role: str) -> list[tuple[int, int]]:
+    """[latent + rope, latent] to try for the absorbed form, [nope + rope, v] for the ragged one."""
+    listed = [pair for pair in head_dims(row) if pair not in _DIMS or pair in _LATENT_DIMS]
+    usual = accepted(row, "head_dims", _LATENT_DIMS if role == "absorbed" else ((192, 128), (24, 16)))
+    return list(dict.fromkeys([*listed, *usual]))[:4]
+
+
+def state_dims(row: Row, most: int = 4) -> list[tuple[int, int]]:
+    """(k, v) dims of recurrent states to try: those the row lists, else usual ones, unequal pairs among them."""
+    named = [tuple(pair) for pair in _named(row, "state_dims") if isinstance(pair, tuple) and len(pair) == 2]
+    listed = accepted(row, "state_dims", [pair for pair in named if all(isinstance(n, int) for n in pair)])
+    return list(dict.fromkeys(listed)) or accepted(row, "state_dims", _STATE_DIMS)[:most]
+
+
+def state_types(row: Row) -> list[tuple[str, str, str]]:
+    """(model, state, model) types to try: the model is bf16 or fp32 unless the row says which."""
+    named = any(condition.axis == "dtypes" for condition in row.conditions)
+    models = ("fp32", "bf16", "fp16") if named else ("fp32", "bf16")
+    return [
+        (model, state, model)
+        for model in models
+        for state in accepted(row, "state_dtype", ("fp32", "bf16", "fp16"))
+        if accepted(row, "dtypes", [(model, model, model)])
+    ]
 
 
 def dtype_triples(row: Row) -> list[tuple[str, str, str]]:
@@ -211,22 +248,38 @@ def asks(manifest: Manifest, variant: Variant, row: Row, hardware: Hardware) -> 
     Combinations that a deny row refuses are left out (the kit checks them as refusals).
     """
     turns = 0
-    role = "attend" if "attend" in variant.roles or manifest.kind == "mm" else variant.roles[0]
-    pages: Sequence[int] = page_sizes(row) if manifest.kind != "mm" else (1,)
-    dims, heads, places = head_dims(row), head_counts(row), layouts(row)
-    if not (dims and heads):
-        return
-    alone = only(variant, row)
-    for phase in phases(row):
-        for triple in dtype_triples(row):
-            for page in pages:
-                for shift in range(len(dims)):  # the next head dims that go with this combination
-                    pair, count = dims[(turns + shift) % len(dims)], heads[turns % len(heads)]
-                    ask = Ask(phase, triple, page, pair, count, places[turns % len(places)], (), (), role)
-                    if not refusal(manifest, alone, ask, hardware) and _fits_format(ask):
-                        turns += 1
-                        yield ask
-                        break
+    kind, alone = manifest.kind, only(variant, row)
+    for role in _roles(kind, variant):
+        pages: Sequence[int] = page_sizes(row) if kind not in ("mm", "gdn") and role != "ragged" else (1,)
+        dims, heads, places = _shapes(kind, row, role, variant.jit)
+        for phase in phases(row) if dims and heads else ():
+            for triple in (state_types if kind == "gdn" else dtype_triples)(row):
+                for page in pages:
+                    for shift in range(len(dims)):  # the next head dims that go with this combination
+                        pair, count = dims[(turns + shift) % len(dims)], heads[turns % len(heads)]
+                        ask = Ask(phase, triple, page, pair, count, places[turns % len(places)], (), (), role)
+                        if not refusal(manifest, alone, ask, hardware) and _fits_format(ask):
+                            turns += 1
+                            yield ask
+                            break
+
+
+def _roles(kind: str, variant: Variant) -> tuple[str, ...]:
+    """The roles that the kit runs for a kind: the main one, and for MLA the ragged form, too."""
+    if kind == "mla":
+        return tuple(role for role in variant.roles if role in ("absorbed", "ragged"))
+    return ("attend",) if "attend" in variant.roles or kind == "mm" else variant.roles[:1]
+
+
+def _shapes(
+    kind: str, row: Row, role: str, compiled: bool
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[str]]:
+    """Head dims, head counts and layouts that take turns. Of compiled variants few: each new shape takes seconds, or minutes."""
+    dims, heads = (state_dims if kind == "gdn" else head_dims)(row), head_counts(row, kind == "gdn")
+    if kind == "mla":
+        counts = accepted(row, "q_heads", (16, 128, 8, 64, 3, 1))[:2]
+        dims, heads = latent_dims(row, role), [(n, 1 if role == "absorbed" else n) for n in counts]
+    return (dims[:2], heads[:1], layouts(row)) if compiled else (dims, heads, layouts(row))
 
 
 def _fits_format(ask: Ask) -> bool:

@@ -57,10 +57,6 @@ def manifest_text(
     extra: str = "",
 ) -> str:
     """The TOML text of a plain manifest with one variant and one allow row. `extra` is appended as it is."""
-
-    def quoted(items: Iterable[str]) -> str:
-        return "[" + ", ".join(f'"{item}"' for item in items) + "]"
-
     types = ", ".join(f'{{ q = "{q}", kv = "{kv}" }}' for q, kv in dtypes)
     lines = [
         f'api = "{api}"',
@@ -71,11 +67,11 @@ def manifest_text(
         "[[backend.variant]]",
         f'name = "{variant}"',
         "[[backend.variant.allow]]",
-        f"features = {quoted(features)}",
+        f"features = {_quoted(features)}",
         f'graph = {{ level = "{graph}" }}',
         "[backend.variant.allow.when]",
-        f"vendor = {quoted(vendor)}",
-        f"phase = {quoted(phases)}",
+        f"vendor = {_quoted(vendor)}",
+        f"phase = {_quoted(phases)}",
         f"dtypes = [{types}]",
         f"page_size = {list(page_sizes)}",
         f"head_dims = {[list(pair) for pair in head_dims]}",
@@ -83,6 +79,10 @@ def manifest_text(
     if rank is not None:
         lines += ["[[backend.order]]", f"rank = {rank}"]
     return "\n".join([*lines, extra]) + "\n"
+
+
+def _quoted(items: Iterable[str]) -> str:
+    return "[" + ", ".join(f'"{item}"' for item in items) + "]"
 
 
 def make_distribution(
@@ -232,9 +232,9 @@ class RecordingBackend:
         self._note("attn_store", inputs=inputs, layer=layer, cache=cache, address=address)
 
     @hookimpl
-    def attn_gather(self, cache: Any, address: Any, part: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attn_gather(self, cache: Any, address: Any, part: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """No keys."""
-        self._note("attn_gather", cache=cache, address=address, part=part)
+        self._note("attn_gather", cache=cache, address=address, part=part, layer=layer)
         return cache.k.new_zeros((0, *cache.k.shape[2:])), cache.v.new_zeros((0, *cache.v.shape[2:]))
 
     @hookimpl

@@ -13,7 +13,7 @@ The plan of the phase is made by hand from the manifest's row, so that a backend
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -63,10 +63,8 @@ class BackendUnderTest:
     @classmethod
     def installed(cls, kind: str, name: str) -> BackendUnderTest:
         """By discovery. Raises :class:`UsageError` for an unknown backend, :class:`PluginError` for a broken plugin."""
-        if (kind, name) == ("mha", "reference"):
-            from attn_core.testing import reference_backend
-
-            return cls.of_module(reference_backend, reference_backend.load_manifest())
+        if name == "reference" and kind in ("mha", "gdn", "mla"):
+            return cls._reference(kind)
         from attn_core.discovery import discover
 
         registry = discover()
@@ -78,6 +76,17 @@ class BackendUnderTest:
             raise problem.to_error(f"{kind}/{name} cannot be used")
         known = [manifest.id for manifest in registry.manifests]
         raise UsageError(f"no installed plugin declares {kind}/{name}", f"installed {', '.join(known) or 'none'}")
+
+    @classmethod
+    def _reference(cls, kind: str) -> BackendUnderTest:
+        """The kit's own backends, which no distribution declares."""
+        from attn_core.testing import reference_backend, reference_gdn, reference_mla
+
+        if kind == "gdn":
+            return cls.of_module(reference_gdn, reference_gdn.load_gdn_manifest())
+        if kind == "mla":
+            return cls.of_module(reference_mla, reference_mla.load_mla_manifest())
+        return cls.of_module(reference_backend, reference_backend.load_manifest())
 
     def open(
         self,
@@ -91,6 +100,7 @@ class BackendUnderTest:
         row: Row | None = None,
         context_class: type[Context] = Context,
         group: LayerGroup | None = None,
+        form: str | None = None,
     ) -> Session:
         """A backend object for the group, pool and phases of `spec` (a Case lends its own group and pool)."""
         from attn_core.testing.batches import group_of, pool_of
@@ -102,7 +112,7 @@ class BackendUnderTest:
         pool = case.pool if case is not None else pool_of(described, group)
         name = variant or self.manifest.variants[0].name
         names = dict.fromkeys((*phases, described.phase))
-        plans = {phase: self._phase_plan(name, described, phase, limits, row) for phase in names}
+        plans = {phase: replace(self._phase_plan(name, described, phase, limits, row), form=form) for phase in names}
         context = context_class(
             device=torch.device(described.device),
             dtype=torch_dtype(described.out),

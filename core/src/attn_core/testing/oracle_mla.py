@@ -22,7 +22,7 @@ from attn_core.batch import AttentionBatch, KvAddress
 from attn_core.geometry import MhaGeometry, MlaGeometry
 from attn_core.layers import MlaCache, MlaInputs, MlaLayer
 from attn_core.testing.elements import dequantise
-from attn_core.testing.oracle_mha import Answer, attend_one, token_slots, visible_keys
+from attn_core.testing.oracle_mha import Answer, as_index, attend_one, token_slots, visible_keys
 from attn_core.testing.oracle_mm import merge
 
 Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -40,9 +40,10 @@ def attend_absorbed(
         c_kv, k_pe = read_latent(cache, batch.kv(pool), row, layer)
         keys = torch.cat([c_kv, k_pe], dim=-1)
         for i in range(count):
-            seen = visible_keys(batch, causal_rules(geometry), row, i, count, len(keys))
+            seen = as_index(visible_keys(batch, causal_rules(geometry), row, i, count, len(keys)))
+            seen_keys, seen_values = keys[seen], c_kv[seen]
             for head in range(geometry.q_heads):
-                _put(answer, first + i, head, query[first + i, head], keys[seen], c_kv[seen], geometry)
+                _put(answer, first + i, head, query[first + i, head], seen_keys, seen_values, geometry)
     return answer
 
 
@@ -57,9 +58,12 @@ def attend_ragged(
     for row, first, count in _rows(batch):
         keys, values = expand_rows(layer, *read_latent(cache, batch.kv(pool), row, layer))
         for i in range(count):
-            seen = visible_keys(batch, causal_rules(geometry), row, i, count, len(keys))
+            seen = as_index(visible_keys(batch, causal_rules(geometry), row, i, count, len(keys)))
+            seen_keys, seen_values = keys[seen], values[seen]
             for head in range(geometry.q_heads):
-                _put(answer, first + i, head, query[first + i, head], keys[seen, head], values[seen, head], geometry)
+                _put(
+                    answer, first + i, head, query[first + i, head], seen_keys[:, head], seen_values[:, head], geometry
+                )
     return answer
 
 

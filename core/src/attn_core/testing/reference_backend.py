@@ -1,4 +1,4 @@
-"""The reference backend with every feature: :class:`PlainBackend` plus graph capture, store and packed attention.
+"""The reference backend with every feature: :class:`PackedBackend` plus graph capture, store and gather.
 
 Its declaration is ``reference_manifest.toml`` beside this file. Each hook here belongs to a feature that is declared there.
 """
@@ -6,7 +6,7 @@ Its declaration is ``reference_manifest.toml`` beside this file. Each hook here 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from attn_core.geometry import LayerGroup
 from attn_core.hookspecs import hookimpl
 from attn_core.layers import MhaCache, MhaInputs, MhaLayer
 from attn_core.manifest import Manifest, load_toml, parse_manifests
-from attn_core.testing.reference_plain import PlainBackend, ReferenceMetadata, as_bytes, rows_of, stored_dtype
+from attn_core.paging import convert
+from attn_core.testing.reference_packed import PackedBackend
+from attn_core.testing.reference_plain import (
+    ReferenceMetadata,
+    as_bytes,
+    fetch,
+    rows_of,
+    stored_dtype,
+)
 
 
 @dataclass(slots=True)
@@ -45,8 +53,8 @@ class ReferenceState:
         return sum(buffer.nbytes for buffer in buffers)
 
 
-class ReferenceBackend(PlainBackend):
-    """:class:`PlainBackend` with graph capture, a store of its own and packed attention."""
+class ReferenceBackend(PackedBackend):
+    """:class:`PackedBackend` with graph capture and a store and gather of its own."""
 
     @hookimpl
     def attn_graph_state(
@@ -110,31 +118,28 @@ class ReferenceBackend(PlainBackend):
         pages[place] = torch.where(write, values[: len(slots)], pages[place])
 
     @hookimpl
-    def attn_ragged(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: MhaLayer,
-        metadata: ReferenceMetadata,
-        part: Part | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Feature: ragged. Packed q[T, Hq, D] over packed k[Tk, Hk, D], v[Tk, Hk, Dv]; `part` is one chunk of a prefix."""
-        key_offsets = metadata.key_offsets if part is None else part.offsets
-        assert key_offsets is not None
-        causal = layer.geometry.causal if part is None else part.causal
-        starts = key_offsets.long()[metadata.row][:, None]
-        ends = key_offsets.long()[metadata.row + 1][:, None]
-        keys = torch.arange(k.shape[0], device=q.device)
-        place = keys - starts
-        position = ends - starts - self.query_counts(metadata)[metadata.row][:, None] + metadata.index[:, None]
-        seen = (keys >= starts) & (keys < ends) & metadata.live[:, None]
-        if causal or part is None:
-            seen &= self.in_range(position, place, replace(layer.geometry, causal=causal))
-        queries = self.queries(q, layer)
-        logits = self.logits(queries, k.float().expand(len(q), *k.shape), seen, layer.geometry)
-        rows = metadata.query_offsets.shape[0] - 1
-        return self.softmax([logits], [v.float().expand(rows, *v.shape)], layer, metadata, None)
+    def attn_gather(
+        self, cache: MhaCache, address: KvAddress, part: Part | None, layer: MhaLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feature: gather. Positions start to start + length of each row, packed; needs exact lengths on the host."""
+        lens = address.kv_lens.tolist() if part is None else part.offsets.diff().tolist()
+        starts = [0] * len(lens) if part is None else part.start.tolist()
+        lines, pages = rows_of(table_of(address)), []
+        for row, (start, length) in enumerate(zip(starts, lens, strict=True)):
+            keys = torch.arange(start, start + length, device=lines.device)
+            pages.append(torch.stack([lines[row, keys // address.page_size].long(), keys % address.page_size]))
+        page, offset = self.gathered(torch.cat(pages, dim=1))
+        k = fetch(cache.k, cache.k_blocks, page, offset, layer.k_scale)
+        return k, fetch(cache.v, cache.v_blocks, page, offset, layer.v_scale)
+
+    def gathered(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages and offsets i64[2, n] in the order in which they are returned."""
+        return places[0], places[1]
+
+
+def table_of(address: KvAddress) -> KvAddress:
+    """The address as a dense table with its own page size."""
+    return convert(address, "table", address.page_size)
 
 
 # --- the plugin's side ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,12 @@ from attn_core.testing.declared import (
 )
 
 #: Features that no request to a backend of this kind can need.
-_FOREIGN = {"mha": {"external_conv", "checkpoints"}, "mm": {"external_conv", "checkpoints", "store", "gather"}}
+_FOREIGN = {
+    "mla": {"external_conv", "checkpoints", "cross", "bidirectional", "shared_kv", "mm_spans", "window_right"},
+    "mha": {"external_conv", "checkpoints"},
+    "mm": {"external_conv", "checkpoints", "store", "gather"},
+    "gdn": {"store", "gather"},
+}
 _TYPES = ("fp32", "bf16", "fp16")
 
 
@@ -40,8 +45,9 @@ def undeclared(manifest: Manifest, variant: Variant, hardware: Hardware) -> Iter
     base = declared[0]
     yield from _features(manifest, variant, declared)
     yield from _phases(variant, base)
-    yield from _types(variant, base)
-    if manifest.kind != "mm":
+    if manifest.kind != "gdn":
+        yield from _types(variant, base)
+    if manifest.kind not in ("mm", "gdn"):
         yield from _pages(variant, base)
     yield from _denied(variant, declared)
 

@@ -127,6 +127,7 @@ class Replayer:
             self.frozen = fields_of(self.metadata)
             self.session.context.frozen = True
             return
+        torch.cuda.synchronize()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             self._device_work()

@@ -21,7 +21,7 @@ import importlib_metadata
 from attn_core import API_VERSION
 from attn_core.errors import UsageError
 from attn_core.geometry import BACKEND_KINDS
-from attn_core.testing.cells import CellResult, count, describe, hardware_of, list_cells, run_cell
+from attn_core.testing.cells import Cell, CellResult, count, describe, hardware_of, list_cells, run_cell
 from attn_core.testing.harness import BackendUnderTest
 
 SCHEMA_VERSION = 1
@@ -48,11 +48,12 @@ def run_verification(
     only: Sequence[str] = (),
     progress: Progress | None = None,
     backend: BackendUnderTest | None = None,
+    budget_s: float | None = None,
 ) -> dict[str, Any]:
     """Run the kit on an installed backend (or on `backend`) and return the report, written to `report_path` if given.
 
-    `only` restricts it to checks by name; `progress` is called after each cell with (done, all, result). The run is fine
-    if ``report["summary"]["failed"] == 0``. Raises :class:`UsageError` for an unknown backend or check,
+    `only` restricts it to checks by name; `progress` is called after each cell with (done, all, result). Once `budget_s`
+    seconds are spent, what is left is skipped and says so; every check has had a cell by then if time allowed. It is fine if ``report["summary"]["failed"] == 0``. Raises :class:`UsageError` for an unknown backend or check,
     :class:`PluginError` for a broken plugin, :class:`PlatformError` for a device that is not here.
     """
     examined = backend or BackendUnderTest.installed(kind, name)
@@ -65,15 +66,32 @@ def run_verification(
             f"no check {unknown[0]!r} runs on {examined.manifest.id} here", f"checks   {', '.join(sorted(known))}"
         )
     chosen = [cell for cell in cells if not only or cell.check in only]
+    if budget_s is not None:
+        chosen = in_turns(chosen)
     results: list[CellResult] = []
     for number, cell in enumerate(chosen, 1):
-        results.append(run_cell(examined, cell, device))
+        late = budget_s is not None and time.perf_counter() - start > budget_s and not cell.undeclared
+        results.append(_out_of_time(cell, budget_s) if late else run_cell(examined, cell, device))
         if progress is not None:
             progress(number, len(chosen), results[-1])
     report = make_report(examined, results, device, quick, time.perf_counter() - start)
     if report_path is not None:
         write_report(report, report_path)
     return report
+
+
+def _out_of_time(cell: Cell, budget_s: float | None) -> CellResult:
+    return CellResult(cell, "skipped", f"the time budget of {budget_s or 0.0:.0f} s is spent")
+
+
+def in_turns(cells: Sequence[Cell]) -> list[Cell]:
+    """Cells in an order in which every check runs once before any runs twice."""
+    seen: dict[str, int] = {}
+    ranked = []
+    for cell in cells:
+        seen[cell.check] = seen.get(cell.check, 0) + 1
+        ranked.append((seen[cell.check], cell))
+    return [cell for _, cell in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def make_report(

@@ -48,6 +48,11 @@ def lengths(page_size: int) -> st.SearchStrategy[int]:
     return st.one_of(st.sampled_from(edges), st.integers(0, 2 * page_size + 2))
 
 
+def trees(drafts: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Parents of each draft of one row, -1 for a root."""
+    return st.tuples(*(st.integers(-1, i - 1) for i in range(drafts)))
+
+
 @st.composite
 def case_specs(
     draw: st.DrawFn,
@@ -56,8 +61,7 @@ def case_specs(
     page_sizes: Sequence[int] = (1, 4, 16),
 ) -> CaseSpec:
     """A spec of up to four rows; every other field may be anything that goes with the phase."""
-    phase = draw(st.sampled_from(tuple(phases)))
-    page_size = draw(st.sampled_from(tuple(page_sizes)))
+    phase, page_size = draw(st.sampled_from(tuple(phases))), draw(st.sampled_from(tuple(page_sizes)))
     dtype, kv_dtype = draw(st.sampled_from(tuple(dtypes)))
     geometry = draw(geometries())
     rows = draw(st.integers(0, 4))
@@ -71,11 +75,9 @@ def case_specs(
         )
     if kv_dtype.startswith(("fp8", "fp4")):
         fields["k_scale"], fields["v_scale"] = draw(st.sampled_from(((0.75, 2.5), (1.25, 0.375))))
+    kv_lens = tuple(p + q for p, q in zip(prefixes, queries, strict=True))
     return CaseSpec(
-        geometry,
-        phase,
-        tuple(queries),
-        tuple(p + q for p, q in zip(prefixes, queries, strict=True)),
+        *(geometry, phase, tuple(queries), kv_lens),
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=page_size,

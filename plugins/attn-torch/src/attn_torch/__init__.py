@@ -74,7 +74,5 @@ def _compiler(torch_version: str) -> Availability:
     names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name]
     if any(shutil.which(name) for name in names):
         return Availability(True, versions={"torch": torch_version})
-    reason = Reason(
-        "toolkit", need="a C++ compiler", have="none of " + ", ".join(names), fix="install g++ or set CXX"
-    )
+    reason = Reason("toolkit", need="a C++ compiler", have="none of " + ", ".join(names), fix="install g++ or set CXX")
     return Availability(False, (reason,), {"torch": torch_version}, needs="install g++ or set CXX")

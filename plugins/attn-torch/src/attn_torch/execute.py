@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+from attn_core.layers import MhaCache
 from torch.nn import functional
 
-from attn_core.layers import MhaCache
 from attn_torch.engines import Engine
 from attn_torch.longrows import LongRow, Piece
 from attn_torch.merging import Results, Running, merge_units
@@ -38,7 +38,7 @@ def run_units(plan: UnitPlan, call: Call, results: Results, parts: torch.Tensor 
     """All short rows with one number of queries. `parts` u8 has room for the units of rows that have several."""
     heads, split = call.q.shape[1], plan.count - plan.whole
     q = call.q[plan.contiguous] if plan.contiguous is not None else call.q.index_select(0, plan.tokens)
-    q = call.padded(q).unflatten(0, (plan.count, plan.queries))
+    q = torch.unflatten(call.padded(q), 0, (plan.count, plan.queries))
     outs, lses = _part_buffers(parts, split, plan.queries * heads, call.v_dim)
     for tile in plan.tiles:
         whole = tile.targets is not None
@@ -89,14 +89,14 @@ def _run_tile(
     if queries == 1:
         packed = q.view(n, call.kv_heads, -1, width)
     else:
-        packed = q.unflatten(2, (call.kv_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        packed = torch.unflatten(q, 2, (call.kv_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     out, lse = call.engine(packed, k, v, scale=call.scale, mask=tile.mask, need_lse=need_lse)
     if out.shape[-1] != call.v_dim:
         out = out[..., : call.v_dim]
     if queries == 1:
         return out.reshape(n, 1, heads, -1), None if lse is None else lse.reshape(n, 1, heads)
-    out = out.unflatten(2, (queries, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    return out, None if lse is None else lse.unflatten(2, (queries, -1)).permute(0, 2, 1, 3).flatten(2, 3)
+    out = torch.unflatten(out, 2, (queries, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    return out, None if lse is None else torch.unflatten(lse, 2, (queries, -1)).permute(0, 2, 1, 3).flatten(2, 3)
 
 
 def write(results: Results, targets: Targets, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -117,7 +117,7 @@ def write(results: Results, targets: Targets, out: torch.Tensor, lse: torch.Tens
 
 def run_long_row(plan: LongRow, call: Call, results: Results) -> None:
     """One long row. Every KV head is a batch entry; its query heads share the keys without a copy."""
-    q = call.padded(call.q[plan.tokens]).unflatten(1, (call.kv_heads, -1)).permute(1, 2, 0, 3)  # [Hk, G, L, D]
+    q = torch.unflatten(call.padded(call.q[plan.tokens]), 1, (call.kv_heads, -1)).permute(1, 2, 0, 3)  # [Hk, G, L, D]
     row = Results(results.out[plan.tokens], None if results.lse is None else results.lse[plan.tokens])
     running: dict[int, Running] = {}
     for key_block in plan.blocks:
@@ -159,8 +159,7 @@ def _run_piece(
         del running[piece.queries.start]
         assert sum_so_far.out is not None
         out, lse = sum_so_far.out, sum_so_far.lse
-    row.out[piece.queries].unflatten(1, (call.kv_heads, ratio)).copy_(out.permute(2, 0, 1, 3))
+    torch.unflatten(row.out[piece.queries], 1, (call.kv_heads, ratio)).copy_(out.permute(2, 0, 1, 3))
     if row.lse is not None:
         assert lse is not None
-        row.lse[piece.queries].unflatten(1, (call.kv_heads, ratio)).copy_(lse.permute(2, 0, 1))
-
+        torch.unflatten(row.lse[piece.queries], 1, (call.kv_heads, ratio)).copy_(lse.permute(2, 0, 1))

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-
 from attn_core.batch import AttentionBatch
 from attn_core.context import Context, GraphState, StepMetadata
 from attn_core.errors import BatchError
 from attn_core.geometry import LayerGroup, MhaGeometry
 from attn_core.hookspecs import hookimpl
 from attn_core.layers import MhaCache, MhaInputs, MhaLayer, Scale
+
 from attn_torch.execute import write
 from attn_torch.flexplan import FlexCall, plan_calls
 from attn_torch.forms import FormKey, Modify, eager, form
@@ -72,7 +72,7 @@ class FlexAttention:
             early = (step.query_len - step.kv_len - self.rules.right).clamp(min=0)
             before = StepLengths(step.start, torch.minimum(early, step.query_len), step.kv_len, None, None, None)
             found.append(tokens_of(before, sees))
-        metadata.blank = [tokens.to(self.context.device) for tokens in found if tokens is not None]
+        metadata.blank = [tokens.to(self.context.device, non_blocking=True) for tokens in found if tokens is not None]
 
     @hookimpl
     def attn_extend(
@@ -113,9 +113,9 @@ class FlexAttention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One call: out[n * L, Hq, Dv] and, uncompiled, lse[n * L, Hq]."""
         geometry = self.geometry
-        queries = q.index_select(0, call.tokens).unflatten(0, (call.rows, call.queries)).transpose(1, 2)
+        queries = torch.unflatten(q.index_select(0, call.tokens), 0, (call.rows, call.queries)).transpose(1, 2)
         half = bytes_per_key(geometry.kv_heads, 1, q.dtype) // 2 * call.rows * call.keys
-        planes = []
+        planes: list[torch.Tensor] = []
         for name, pages, factors, dim in (
             ("flex.k", cache.k, cache.k_blocks, geometry.qk_dim),
             ("flex.v", cache.v, cache.v_blocks, geometry.v_dim),
@@ -123,18 +123,18 @@ class FlexAttention:
             room = self.context.workspace(name, half * dim, metadata.lane)[: half * dim].view(q.dtype)
             room = room.view(call.rows * call.keys, geometry.kv_heads, dim)
             picked = pick_pages(pages, factors, call.source, metadata.page_size, q.dtype)
-            room.unflatten(0, (-1, metadata.page_size)).index_copy_(0, call.target, picked)
+            torch.unflatten(room, 0, (-1, metadata.page_size)).index_copy_(0, call.target, picked)
             room.index_fill_(0, call.unused, 0)
-            planes.append(room.unflatten(0, (call.rows, call.keys)).transpose(1, 2))
+            planes.append(torch.unflatten(room, 0, (call.rows, call.keys)).transpose(1, 2))
         modify = _modify(geometry.softcap, factor)
         if not self.compiled:
-            out, lse = eager(queries, *planes, call.mask, modify, geometry.scale)
+            out, lse = eager(queries, planes[0], planes[1], call.mask, modify, geometry.scale)
             return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
         key = FormKey(
             call.rows, call.queries, call.keys, geometry.q_heads, geometry.kv_heads, geometry.qk_dim, geometry.v_dim,
             q.dtype, str(q.device), (*call.mask_kind, factor is not None), geometry.softcap, geometry.scale,
         )  # fmt: skip
-        out = form(key)(queries, *planes, call.mask, modify, self.context.log)
+        out = form(key)(queries, planes[0], planes[1], call.mask, modify, self.context.log)
         return out.transpose(1, 2).flatten(0, 1), None
 
 
@@ -146,9 +146,7 @@ def _modify(softcap: float | None, factor: torch.Tensor | None) -> Modify | None
     if softcap is None and factor is None:
         return None
 
-    def modify(
-        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> torch.Tensor:
+    def modify(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         if factor is not None:
             score = score * factor[h]
         return score if softcap is None else softcap * torch.tanh(score / softcap)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from attn_core.batch import KvAddress
 from torch.nn.attention.flex_attention import BlockMask
 
-from attn_core.batch import KvAddress
 from attn_torch.forms import BLOCK, bucket, query_bucket
 from attn_torch.rules import Rules, StepLengths, visible
 from attn_torch.units import Targets, as_slice, look_up
@@ -19,6 +19,8 @@ SMALLEST_KEYS = 256
 #: Rows of more query tokens than this have a call of their own.
 TOGETHER = 16
 
+#: Blocks of keys for each block of queries: number i32[n, 1, QB], index i32[n, 1, QB, KB].
+Listed = tuple[torch.Tensor, torch.Tensor]
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -90,12 +92,12 @@ def _call(
     valid = number < query_len[:, None]
     written = (start[:, None] + number)[valid]
     everything = count == real and bool(valid.all())
-    picks = None if everything else valid.flatten().nonzero().flatten().to(device)
+    picks = None if everything else valid.flatten().nonzero().flatten().to(device, non_blocking=True)
     source, target = _pages(address, rows, low, kv_len, origin, keys)
     mask, kind = _mask(on_device, rows, count, queries, keys, (kv_len, query_len, low), rules)
     return FlexCall(
-        count, queries, keys, tokens.flatten().to(device), Targets(written.to(device), picks, as_slice(written)),
-        source, target, _unused(low, kv_len, keys, rounded).to(device), mask, kind,
+        count, queries, keys, tokens.flatten().to(device, non_blocking=True), Targets(written.to(device, non_blocking=True), picks, as_slice(written)),
+        source, target, _unused(low, kv_len, keys, rounded).to(device, non_blocking=True), mask, kind,
     )  # fmt: skip
 
 
@@ -112,8 +114,10 @@ def _pages(
     owner = torch.repeat_interleave(torch.arange(len(rows)), counts)
     page = torch.arange(owner.numel()) - (counts.cumsum(0) - counts)[owner] + first[owner]
     column = page - (origin // size)[owner]
-    source = look_up(address, rows[owner].to(device), column.to(device)[:, None]).flatten()
-    return source, (owner * (keys // size) + page).to(device)
+    source = look_up(
+        address, rows[owner].to(device, non_blocking=True), column.to(device, non_blocking=True)[:, None]
+    ).flatten()
+    return source, (owner * (keys // size) + page).to(device, non_blocking=True)
 
 
 def _unused(low: torch.Tensor, kv_len: torch.Tensor, keys: int, rounded: bool) -> torch.Tensor:
@@ -142,22 +146,27 @@ def _mask(
     """The mask and what it is compiled with: positions and constants, or for trees and spans a table of bits."""
     device = step.kv_len.device
     special = step.tree is not None or step.spans is not None
-    number, index = _blocks(count, queries, keys, lengths, rules, special)
+    kind: tuple[Any, ...] = ("table",)
+    masked, whole = _blocks(count, queries, keys, lengths, rules, special)
     if special:
         seen = visible(
-            rules, step, rows.to(device), torch.arange(queries, device=device),
+            rules, step, rows.to(device, non_blocking=True), torch.arange(queries, device=device),
             torch.arange(keys, device=device).expand(len(rows), keys),
         )  # fmt: skip
         table = torch.zeros(count, queries, keys, dtype=torch.bool, device=device)
         table[: len(rows)] = seen
-        function, kind = _from_table(table), ("table",)
+        function = _from_table(table)
     else:
         kv_len, query_len, low = (torch.zeros(count, dtype=torch.int64) for _ in range(3))
         kv_len[: len(rows)], query_len[: len(rows)], low[: len(rows)] = lengths
-        columns = [(kv_len - query_len).to(device), kv_len.to(device), low.to(device)]
+        columns = [
+            (kv_len - query_len).to(device, non_blocking=True),
+            kv_len.to(device, non_blocking=True),
+            low.to(device, non_blocking=True),
+        ]
         function, kind = _from_rules(rules, *columns), (rules.right, rules.window, rules.chunk)
     mask = BlockMask.from_kv_blocks(
-        number.to(device), index.to(device), None, None,
+        masked[0].to(device, non_blocking=True), masked[1].to(device, non_blocking=True), whole[0].to(device, non_blocking=True), whole[1].to(device, non_blocking=True),
         BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=function, seq_lengths=(queries, keys),
     )  # fmt: skip
     return mask, kind
@@ -170,26 +179,35 @@ def _blocks(
     lengths: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rules: Rules,
     special: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number i32[n, 1, QB], index i32[n, 1, QB, KB]): the key blocks that a block of queries may see; the rest is skipped."""
-    kv_len, query_len, low = lengths
-    query_blocks, key_blocks = -(-queries // BLOCK), -(-keys // BLOCK)
-    first = torch.arange(query_blocks) * BLOCK
-    last = torch.minimum(first + BLOCK, query_len[:, None]) - 1
-    prefix = (kv_len - query_len)[:, None]
-    begin = low[:, None].expand(-1, query_blocks)
-    end = kv_len[:, None].expand(-1, query_blocks)
+) -> tuple[Listed, Listed]:
+    """Key blocks to be masked, and key blocks that are seen as a whole.
+
+    Both are always given: without the second pair the generated code for one query and few rows does not compile.
+    """
+    kv_len, query_len, low = (column[:, None, None] for column in lengths)
+    first = (torch.arange(-(-queries // BLOCK)) * BLOCK)[None, :, None]
+    start = (torch.arange(-(-keys // BLOCK)) * BLOCK)[None, None, :]
+    prefix = kv_len - query_len
+    top, bottom = prefix + first, prefix + torch.minimum(first + BLOCK, query_len) - 1
+    read = (first < query_len) & (start < kv_len) & (start + BLOCK > low)
+    whole = torch.zeros_like(read)
     if not special:
-        begin = torch.maximum(begin, rules.first_key(prefix + first, False))
+        read &= start + BLOCK > rules.first_key(top, False)
         if rules.right is not None:
-            end = torch.minimum(end, prefix + last + rules.right + 1)
-    begin, end = begin // BLOCK, (end + BLOCK - 1) // BLOCK
-    number = torch.where(first < query_len[:, None], (end - begin).clamp(min=0), 0)
-    index = (begin[..., None] + torch.arange(key_blocks)) % key_blocks
-    numbers = torch.zeros(count, 1, query_blocks, dtype=torch.int32)
-    indices = torch.zeros(count, 1, query_blocks, key_blocks, dtype=torch.int32)
-    numbers[: len(kv_len), 0], indices[: len(kv_len), 0] = number.to(torch.int32), index.to(torch.int32)
-    return numbers, indices
+            read &= start <= bottom + rules.right
+        sees = rules.sees_all(top, bottom, start, start + BLOCK - 1)
+        whole = read & sees & (start >= low) & (start + BLOCK <= kv_len)
+    return _listed(count, read & ~whole), _listed(count, whole)
+
+
+def _listed(count: int, chosen: torch.Tensor) -> Listed:
+    """bool[rows, QB, KB] as (number i32[n, 1, QB], index i32[n, 1, QB, KB]): the chosen blocks come first."""
+    rows, query_blocks, key_blocks = chosen.shape
+    number = torch.zeros(count, 1, query_blocks, dtype=torch.int32)
+    index = torch.zeros(count, 1, query_blocks, key_blocks, dtype=torch.int32)
+    number[:rows, 0] = chosen.sum(-1)
+    index[:rows, 0] = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True).to(torch.int32)
+    return number, index
 
 
 def _from_rules(rules: Rules, prefix: torch.Tensor, kv_len: torch.Tensor, low: torch.Tensor) -> MaskFunction:

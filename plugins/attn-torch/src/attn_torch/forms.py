@@ -13,7 +13,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -101,7 +101,7 @@ class Form:
         return self._function(q, k, v, mask, modify, self.key.scale)  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=None)
+@cache
 def form(key: FormKey) -> Form:
     """The form for `key`, one a process."""
     return Form(key)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-
 from attn_core.batch import KvAddress
+
 from attn_torch.engines import Mask
 from attn_torch.reader import Block
 from attn_torch.rules import Rules, StepLengths, visible
@@ -48,7 +48,7 @@ class PieceMask:
         if self._mask is not None:
             return self._mask
         device = self.step.kv_len.device
-        row = torch.tensor([self.row], device=device)
+        row = torch.full((1,), self.row, device=device)
         seen = visible(
             self.rules, self.step, row, torch.arange(*self.queries, device=device),
             torch.arange(*self.keys, device=device)[None],
@@ -200,7 +200,7 @@ def _key_block(address: KvAddress, facts: _Facts, first: int, last: int, pieces:
     size, device = address.page_size, address.kv_lens.device
     begin, end = (first - facts.origin) // size, -(-(last - facts.origin) // size)
     columns = torch.arange(begin, end, device=device)[None]
-    pages = look_up(address, torch.tensor([facts.row], device=device), columns).flatten()
+    pages = look_up(address, torch.full((1,), facts.row, device=device), columns).flatten()
     skip = first - facts.origin - begin * size
     for piece in pieces:
         piece.keys = slice(piece.keys.start + skip, piece.keys.stop + skip)

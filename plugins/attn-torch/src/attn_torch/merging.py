@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-
 from attn_core.layers import MhaLayer
 
 

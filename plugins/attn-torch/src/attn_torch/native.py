@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-
 from attn_core.batch import AttentionBatch, KvAddress, Part
 from attn_core.context import Context, GraphState, StepMetadata
 from attn_core.errors import BatchError
 from attn_core.geometry import LayerGroup, MhaGeometry
 from attn_core.hookspecs import hookimpl
 from attn_core.layers import MhaCache, MhaInputs, MhaLayer, Scale
+
 from attn_torch.engines import choose, flash_cpu
 from attn_torch.execute import Call, part_bytes, run_long_row, run_units
 from attn_torch.longrows import Budget, LongRow, plan_long_row
@@ -122,14 +122,15 @@ class TorchNative:
         for queries in torch.unique(classes).tolist():
             rows = (classes == queries).nonzero().flatten()
             if 0 < queries <= SHORT:
-                plan = plan_units(step, on_device, address, rows, queries, self.rules, self.geometry.ratio, sizes)
-                metadata.units.append(plan)
+                metadata.units.append(
+                    plan_units(step, on_device, address, rows, queries, self.rules, self.geometry.ratio, sizes)
+                )
             elif queries > SHORT:
                 budget = Budget(self._mask_elements(), KEPT_MASKS, self._keys_at_once())
                 for row in rows.tolist():
                     metadata.long_rows.append(plan_long_row(step, on_device, address, row, self.rules, budget))
         blank = tokens_of(step, ~sees)
-        metadata.blank = None if blank is None else blank.to(address.kv_lens.device)
+        metadata.blank = None if blank is None else blank.to(address.kv_lens.device, non_blocking=True)
 
     def _sizes(self, page_size: int) -> Sizes:
         """How short rows are cut. On a device one unit is a whole row: its kernels split the keys themselves."""
@@ -185,9 +186,7 @@ class TorchNative:
         finish(results, layer, metadata.partial)
         return results.out, results.lse if metadata.needs_lse else None
 
-    def _results(
-        self, tokens: int, layer: MhaLayer, metadata: NativeMetadata, out: torch.Tensor | None
-    ) -> Results:
+    def _results(self, tokens: int, layer: MhaLayer, metadata: NativeMetadata, out: torch.Tensor | None) -> Results:
         heads, device = self.geometry.q_heads, self.context.device
         if out is None:
             out = torch.empty(tokens, heads, self.geometry.v_dim, dtype=self.compute, device=device)

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn import functional
-
 from attn_core.batch import AttentionBatch, Part
 from attn_core.errors import BatchError
 from attn_core.layers import MhaLayer
+from torch.nn import functional
+
 from attn_torch.engines import Engine, Mask, flash_cpu
 from attn_torch.merging import Results, finish
 from attn_torch.rules import Rules
@@ -182,13 +182,13 @@ def _attend(
         out, lse = engine(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale, mask=mask, causal=causal)
         return out.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
     if mask is None and not causal:  # query heads of one KV head are further queries
-        packed = q.unflatten(2, (kv_heads, ratio)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        packed = torch.unflatten(q, 2, (kv_heads, ratio)).permute(0, 2, 1, 3, 4).flatten(2, 3)
         out, lse = engine(packed, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
-        out = out.unflatten(2, (-1, ratio)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        return out, None if lse is None else lse.unflatten(2, (-1, ratio)).permute(0, 2, 1, 3).flatten(2, 3)
+        out = torch.unflatten(out, 2, (-1, ratio)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        return out, None if lse is None else torch.unflatten(lse, 2, (-1, ratio)).permute(0, 2, 1, 3).flatten(2, 3)
     results = [
         engine(
-            one.unflatten(1, (kv_heads, ratio)).permute(1, 2, 0, 3),
+            torch.unflatten(one, 1, (kv_heads, ratio)).permute(1, 2, 0, 3),
             *(x[:, :, None].permute(1, 2, 0, 3).expand(-1, ratio, -1, -1) for x in (keys, values)),
             scale=scale,
             mask=mask,
@@ -218,8 +218,8 @@ def _take(packed: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tens
     """[n, length, ..] of the sequences that begin at `starts`; a view where they follow each other."""
     n, first = len(starts), int(starts[0])
     if n == 1 or torch.equal(starts, first + torch.arange(n) * length):
-        return packed[first : first + n * length].unflatten(0, (n, length))
-    return packed[(starts[:, None] + torch.arange(length)).to(packed.device)]
+        return torch.unflatten(packed[first : first + n * length], 0, (n, length))
+    return packed[(starts[:, None] + torch.arange(length)).to(packed.device, non_blocking=True)]
 
 
 def _put(target: torch.Tensor, starts: torch.Tensor, values: torch.Tensor) -> None:
@@ -227,8 +227,6 @@ def _put(target: torch.Tensor, starts: torch.Tensor, values: torch.Tensor) -> No
     n, length = values.shape[:2]
     first = int(starts[0])
     if n == 1 or torch.equal(starts, first + torch.arange(n) * length):
-        target[first : first + n * length].unflatten(0, (n, length)).copy_(values)
+        torch.unflatten(target[first : first + n * length], 0, (n, length)).copy_(values)
     else:
-        target[(starts[:, None] + torch.arange(length)).to(target.device)] = values.to(target.dtype)
-
-
+        target[(starts[:, None] + torch.arange(length)).to(target.device, non_blocking=True)] = values.to(target.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-
 from attn_core.errors import BindError
 from attn_core.formats import dequantize, dtype_name
 from attn_core.layers import MhaCache
@@ -104,28 +103,31 @@ def read_block(cache: MhaCache, block: Block, buffers: Buffers) -> tuple[torch.T
     Scales of the layer are not applied, those of fp4 blocks are.
     """
     k, v = buffers.rooms(block.units, block.width)
-    _read(cache.k, cache.k_blocks, block, buffers, k)
-    _read(cache.v, cache.v_blocks, block, buffers, v)
-    return k.heads, v.heads
+    return _read(cache.k, cache.k_blocks, block, buffers, k), _read(cache.v, cache.v_blocks, block, buffers, v)
 
 
 def _read(
     pages: torch.Tensor, factors: torch.Tensor | None, block: Block, buffers: Buffers, room: Room
-) -> None:
+) -> torch.Tensor:
     if pages.shape[1] != buffers.page_size:
         pages = split_pages(pages, buffers.page_size)
+    rows, heads = room.rows, room.heads
     if pages.dtype == buffers.dtype:
         torch.index_select(pages, 0, block.pages, out=room.pages)
     else:
-        room.pages.copy_(_unpack(pages, factors, block.pages, buffers.page_size, buffers.dtype))
+        unpacked = _unpack(pages, factors, block.pages, buffers.page_size, buffers.dtype)
+        if room.padding is None:  # it is a new tensor of the right shape: no need to copy it
+            rows, heads = unpacked.view(rows.shape), unpacked.view(heads.transpose(1, 2).shape).transpose(1, 2)
+        else:
+            room.pages.copy_(unpacked)
     if room.padding is not None:
         room.padding.zero_()
-    if block.blank is None:
-        return
-    if block.blank.dtype == torch.bool:
-        room.rows.masked_fill_(block.blank[:, None], 0)
-    else:
-        room.rows.index_fill_(0, block.blank, 0)
+    if block.blank is not None:
+        if block.blank.dtype == torch.bool:
+            rows.masked_fill_(block.blank[:, None], 0)
+        else:
+            rows.index_fill_(0, block.blank, 0)
+    return heads
 
 
 def pick_pages(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 from attn_core.batch import AttentionBatch, KvAddress, Tree
 from attn_core.geometry import MhaGeometry
 
@@ -42,18 +41,17 @@ class Rules:
             first = torch.maximum(first, position // self.chunk * self.chunk)
         return first
 
-    def sees_all(
-        self, low: torch.Tensor, high: torch.Tensor, first: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor:
-        """Whether all queries at positions ``low … high`` see all keys ``first … last`` (both inclusive)."""
-        sees = torch.ones_like(first, dtype=torch.bool)
+    def sees_all(self, low: torch.Tensor, high: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Whether all queries at positions ``low … high`` see all keys ``first … last`` (ends inclusive); all broadcast."""
+        sees = torch.ones((), dtype=torch.bool, device=first.device)
         if self.right is not None:
-            sees &= last <= low + self.right
+            sees = sees & (last <= low + self.right)
         if self.window is not None:
-            sees &= first > high - self.window
+            sees = sees & (first > high - self.window)
         if self.chunk is not None:
-            ends = (first, last, low, high)
-            sees &= (torch.stack([end // self.chunk for end in ends]) == high // self.chunk).all(0)
+            chunk = high // self.chunk
+            for end in (first, last, low):
+                sees = sees & (end // self.chunk == chunk)
         return sees
 
     def allow(self, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -108,9 +106,7 @@ class StepLengths:
     def fetch(self) -> StepLengths:
         """The same on the host, at the price of a sync."""
         origin = None if self.origin is None else self.origin.cpu()
-        return StepLengths(
-            self.start.cpu(), self.query_len.cpu(), self.kv_len.cpu(), origin, self.tree, self.spans
-        )
+        return StepLengths(self.start.cpu(), self.query_len.cpu(), self.kv_len.cpu(), origin, self.tree, self.spans)
 
 
 def rows_with_keys(rules: Rules, step: StepLengths) -> torch.Tensor:
@@ -130,7 +126,9 @@ def tokens_of(step: StepLengths, rows: torch.Tensor) -> torch.Tensor | None:
     return first + torch.arange(first.numel())
 
 
-def visible(rules: Rules, step: StepLengths, rows: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def visible(
+    rules: Rules, step: StepLengths, rows: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
     """bool[n, S, W]: whether query number ``query[S]`` of row ``rows[n]`` sees the key at position ``key[n, W]``.
 
     Keys outside a row's own range are never visible. Query numbers past the end of a row see what its last query sees.

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-
 from attn_core.batch import KvAddress
+
 from attn_torch.engines import Mask
 from attn_torch.reader import Block
 from attn_torch.rules import Rules, StepLengths, visible
-
 
 #: Units wider than this many tokens are rounded up to a multiple of it, narrower ones to a power of two.
 STEP = 256
@@ -109,21 +108,21 @@ def plan_units(
     rules: Rules,
     ratio: int,
     sizes: Sizes,
-) -> UnitPlan | None:
-    """The plan for ``rows`` i64[r] (host), all with at most `queries` query tokens; None where none of them sees a key.
+) -> UnitPlan:
+    """The plan for ``rows`` i64[r] (host): rows that see a key and have at most `queries` query tokens.
 
     `step` has the lengths on the host, `device_step` the same on the device.
     """
     units = _cut(step, rows, rules, address.page_size, sizes)
-    if units.row.numel() == 0:
-        return None
     device = address.kv_lens.device
-    row, page = units.row.to(device), units.page.to(device)
+    row, page = units.row.to(device, non_blocking=True), units.page.to(device, non_blocking=True)
     whole = int(units.sole.sum())
     tiles = []
     for first, last in _runs(units, sizes, address.page_size):
         width, masked = int(units.pages[first]), bool(units.masked[first])
-        tile = _tile(device_step, address, first, row[first:last], page[first:last], width, masked, queries, rules, ratio)
+        tile = _tile(
+            device_step, address, first, row[first:last], page[first:last], width, masked, queries, rules, ratio
+        )
         if first < whole:
             tile.targets = _targets(step, units.row[first:last], queries, device)
         tiles.append(tile)
@@ -245,10 +244,15 @@ def _tile(
         key = key + step.origin[row][:, None]
     keep = visible(rules, step, row, torch.arange(queries, device=device), key)
     unseen = ~keep.any(1).flatten()
-    block.blank = unseen.nonzero().flatten() if device.type == "cpu" else unseen
+    block.blank = _blank(unseen)
     if ratio > 1:
         keep = keep.repeat_interleave(ratio, dim=1)
     return Tile(first, block, Mask(keep[:, None]))
+
+
+def _blank(unseen: torch.Tensor) -> torch.Tensor:
+    """Which keys to zero: a list of them on a CPU, where it is quick to make and to use; elsewhere it would be a sync."""
+    return unseen.nonzero().flatten() if unseen.device.type == "cpu" else unseen
 
 
 def look_up(address: KvAddress, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -271,8 +275,8 @@ def _targets(step: StepLengths, row: torch.Tensor, queries: int, device: torch.d
     number = torch.arange(queries)
     real = number[None, :] < step.query_len[row][:, None]
     tokens = (step.start[row][:, None] + number)[real]
-    picks = None if bool(real.all()) else real.flatten().nonzero().flatten().to(device)
-    return Targets(tokens.to(device), picks, as_slice(tokens))
+    picks = None if bool(real.all()) else real.flatten().nonzero().flatten().to(device, non_blocking=True)
+    return Targets(tokens.to(device, non_blocking=True), picks, as_slice(tokens))
 
 
 def as_slice(tokens: torch.Tensor) -> slice | None:
@@ -291,5 +295,5 @@ def _plan_merge(plan: UnitPlan, step: StepLengths, row: torch.Tensor, device: to
     place = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[member[order]]
     slots = torch.full((owners.numel(), int(counts.max())), row.numel())
     slots[member[order], place] = order
-    plan.member, plan.slots = member.to(device), slots.to(device)
+    plan.member, plan.slots = member.to(device, non_blocking=True), slots.to(device, non_blocking=True)
     plan.targets = _targets(step, owners, plan.queries, device)

@@ -6,14 +6,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-
 from attn_core.context import Context, GraphKey, GraphLimits
 from attn_core.geometry import LayerGroup, MhaGeometry
 from attn_core.hookspecs import hookimpl
 from attn_core.layers import MhaCache, MhaInputs, MhaLayer
+
 from attn_triton.call import Pages, as_bytes, attend, scale_of
 from attn_triton.launch import INVARIANT_SHARE, SHARE_FLOOR, find_launch
-from attn_triton.metadata import TritonMetadata, TritonState, allocate, count_items, fill
+from attn_triton.metadata import (
+    Buffers,
+    TritonMetadata,
+    TritonState,
+    allocate,
+    check_captured,
+    count_items,
+    describe,
+    fill,
+)
 from attn_triton.rules import Rules, Tile, power_of_two
 
 if TYPE_CHECKING:
@@ -43,7 +52,7 @@ class TritonBackend:
         self.context, self.geometry = context, geometry
         self.rules = Rules.of(geometry)
         self.arch, self.processors = device_facts(context.device)
-        self.padded_dim = max(power_of_two(geometry.qk_dim, 16), power_of_two(geometry.v_dim, 16))
+        self.dim = max(geometry.qk_dim, geometry.v_dim)
         self._pages: dict[int, Pages] = {}
 
     # --- once a step --------------------------------------------------------------------------------------------------------
@@ -63,19 +72,19 @@ class TritonBackend:
         metadata = state.metadata.get(key) if state is not None else None
         if metadata is None:
             metadata = TritonMetadata(phase, batch.num_tokens, split=split, tile=tile, num_items=items)
-            metadata.rows, metadata.tokens, metadata.paged = batch.padded_rows, batch.padded_tokens, address is not None
-            metadata.max_query_len = max(1, batch.max_query_len)
-            metadata.page_size = 1 if address is None else address.page_size
-            metadata.has_origin = address is not None and address.origin is not None
-            metadata.has_spans = batch.spans is not None and batch.tree is None and len(batch.spans) > 0
-            if batch.tree is not None:
-                metadata.tree = (batch.tree.mask_bits.shape[1], batch.tree.mask_bits.shape[2])
+            describe(metadata, batch, address)
             if state is not None:
                 metadata.buffers = state.buffers
                 state.metadata[key] = metadata
             else:
-                metadata.buffers = self.buffers(batch.padded_rows, items, tile, split, batch.padded_tokens, metadata.has_spans)
+                metadata.buffers = self.buffers(
+                    batch.padded_rows, items, tile, split, batch.padded_tokens, metadata.has_spans
+                )
+        else:
+            check_captured(metadata, batch, address)
         metadata.num_tokens, metadata.key_offsets = batch.num_tokens, batch.key_offsets
+        if state is not None and batch.key_offsets is not None:
+            metadata.key_offsets = state.buffers.kv_lens[: len(batch.key_offsets)].copy_(batch.key_offsets)
         metadata.needs_lse, metadata.partial = batch.needs_lse, batch.partial
         if batch.padded_rows:
             fill(metadata, batch, address, self.rules.window, floor, target)
@@ -101,11 +110,21 @@ class TritonBackend:
     def tile(self, split: bool, query_len: int) -> Tile:
         """The tile of a step, from the launch table."""
         bits = self.stored_bits()
-        launch = find_launch(self.arch, split, bits, self.padded_dim)
+        launch = find_launch(self.arch, split, bits, self.dim)
         group = self.group_size(split, query_len)
         block_m = max(16, power_of_two(max(1, query_len)) * group) if split else launch.block_m
         block_n = launch.block_n if block_m <= 64 else min(launch.block_n, 64)
-        return Tile(block_m, block_n, group, -(-self.geometry.ratio // group), launch.warps, launch.stages, launch.resident, self.arch == "sm90" and not split and block_m == 128, self.processors)
+        return Tile(
+            block_m,
+            block_n,
+            group,
+            -(-self.geometry.ratio // group),
+            launch.warps,
+            launch.stages,
+            launch.resident,
+            self.arch == "sm90" and not split and block_m == 128,
+            self.processors,
+        )
 
     def stored_bits(self) -> int:
         """Bits of a stored key: 8 also for 4-bit caches."""
@@ -122,7 +141,7 @@ class TritonBackend:
         heads = self.geometry.kv_heads * tile.head_blocks
         return max(SHARE_FLOOR, tile.block_n), max(1, self.processors * tile.resident // heads)
 
-    def buffers(self, rows: int, items: int, tile: Tile, split: bool, tokens: int, spans: bool):  # type: ignore[no-untyped-def]
+    def buffers(self, rows: int, items: int, tile: Tile, split: bool, tokens: int, spans: bool) -> Buffers:
         """Device memory for a step of these sizes."""
         parts = items * self.geometry.kv_heads * tile.head_blocks * tile.block_m if split else 0
         return allocate(rows, items, tokens if spans else 0, parts, self.geometry.v_dim, self.context.device)
@@ -169,7 +188,13 @@ class TritonBackend:
 
     @hookimpl
     def attn_ragged(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: MhaLayer, metadata: TritonMetadata, part: Part | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: MhaLayer,
+        metadata: TritonMetadata,
+        part: Part | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Packed q[T, Hq, D] over packed k[Tk, Hk, D], v[Tk, Hk, DV]; `part` is one chunk of a prefix."""
         offsets = metadata.key_offsets if part is None else part.offsets

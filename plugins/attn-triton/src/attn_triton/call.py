@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
 from attn_core.errors import BindError
+
 from attn_triton.kernels.elements import raw_exponent
 from attn_triton.metadata import TritonMetadata
 from attn_triton.rules import Rules, power_of_two
@@ -99,11 +99,10 @@ def attend(
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
     if not metadata.num_items or not out.shape[0]:
         return out, lse
-    kind, half = pages.kind, q.dtype != torch.bfloat16
-    lift = 0 if half or kind == 3 or kind == 0 else (60 if kind == 1 else 56)
-    k_exponent = 0 if kind in (0, 3) else raw_exponent(kind, half) - lift
-    factor, softcap = rules.factors(k_exponent)
-    v_factor = 2.0 ** (0 if kind in (0, 3) else raw_exponent(kind, True))
+    kind, convert = pages.kind, arch.startswith("sm") and int(arch[2:]) >= 89
+    exponent = 0 if convert or kind in (0, 3) else raw_exponent(kind)
+    factor, softcap = rules.factors(exponent)
+    v_factor = 2.0**exponent
     k_scale, k_scales = scale_of(layer.k_scale, kind)
     v_scale, v_scales = scale_of(layer.v_scale, kind)
     sinks = None if metadata.partial else layer.sinks
@@ -116,10 +115,10 @@ def attend(
         buffers.items, buffers.page_ptr, buffers.kv_lens, buffers.origins, buffers.query_offsets,
         key_offsets if key_offsets is not None else buffers.kv_lens,
         buffers.splits, buffers.sizes, buffers.trees, buffers.span_low, buffers.span_high,
-        sinks, k_scale, v_scale, metadata.rows, factor, softcap, v_factor, 2.0**lift,
+        sinks, k_scale, v_scale, metadata.rows, factor, softcap, v_factor,
         q.stride(0), q.stride(1), *strides, out.stride(0), out.stride(1), drafts, words, heads,
         RATIO=geometry.ratio, GROUP=tile.group, HEAD_BLOCKS=tile.head_blocks, SPLIT=metadata.split,
-        ASM=arch.startswith("sm"), PAGED=metadata.paged, PAGE=pages.page_size, KIND=kind, V_DTYPE=triton_dtype(v.dtype if kind == 0 else torch.float16),
+        ASM=convert, ONE_LOOP=arch.startswith("gfx"), PAGED=metadata.paged, PAGE=pages.page_size, KIND=kind, V_DTYPE=triton_dtype(v.dtype if kind == 0 else torch.float16),
         WINDOW=rules.window, RIGHT=rules.right, CHUNK=rules.chunk, TREE=metadata.tree is not None, SPANS=metadata.has_spans,
         ORIGIN=metadata.has_origin, SOFTCAP=softcap != 0, SINKS=sinks is not None, K_SCALES=k_scales, V_SCALES=v_scales,
         NEEDS_LSE=lse is not None, PRECISION="ieee",

@@ -9,8 +9,10 @@ Used by the tests and by ``python -m attn_triton.crosscompile``, which writes th
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,3 +134,69 @@ def _read_cubin(cubin: bytes) -> tuple[int | None, int | None]:
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
     return _find(r"REG:(\d+)", text), _find(r"STACK:(\d+)", text)
+
+
+# --- the table of resources -----------------------------------------------------------------------------------------------
+
+
+def compile_everything(arch: str) -> list[dict[str, Any]]:
+    """One row for each compiled kernel of the cases below, on `arch`. Raises what the compiler raises."""
+    from attn_core.geometry import MhaGeometry
+    from attn_core.testing.batches import make_case
+    from attn_core.testing.harness import BackendUnderTest
+
+    import attn_triton
+    from attn_triton import backend as module
+
+    plain, wide = (
+        MhaGeometry(32, 8, 128, 128, 0.1),
+        MhaGeometry(16, 8, 256, 256, 0.1, window=40, softcap=5.0, sinks=True),
+    )
+    sinks = tuple(0.1 * n for n in range(16))
+    chain = tuple(range(-1, 7))
+    cases: dict[str, Any] = {
+        "decode bf16": (plain, "decode", {"kv_lens": (300,), "page_size": 16}),
+        "decode fp8": (plain, "decode", {"kv_lens": (300,), "page_size": 64, "kv_dtype": "fp8_e4m3", "k_scale": 0.5}),
+        "decode fp4": (plain, "decode", {"kv_lens": (300,), "page_size": 64, "kv_dtype": "fp4"}),
+        "prefill bf16": (plain, "prefill", {"query_lens": (200,), "kv_lens": (300,), "page_size": 64}),
+        "prefill wide": (wide, "prefill", {"query_lens": (200,), "kv_lens": (300,), "page_size": 16, "sinks": sinks}),
+        "tree": (plain, "verify", {"query_lens": (8,), "kv_lens": (300,), "page_size": 16, "parents": (chain,)}),
+    }
+    facts, module.device_facts = module.device_facts, lambda device: (arch, 132)
+    rows: list[dict[str, Any]] = []
+    try:
+        for name, (geometry, phase, fields) in cases.items():
+            case = make_case(geometry, phase, dtype="bf16", needs_lse=True, **fields)
+            session = BackendUnderTest.of_module(attn_triton, _manifests()["mha"]).open(case)
+            with targeting(arch) as compiled:
+                session.run(case)
+            rows += [{"case": name, **vars_of(kernel)} for kernel in compiled]
+    finally:
+        module.device_facts = facts
+    return rows
+
+
+def vars_of(kernel: Compiled) -> dict[str, Any]:
+    """The fields of a record."""
+    return {name: getattr(kernel, name) for name in kernel.__slots__}
+
+
+def _manifests() -> dict[str, Any]:
+    """The manifests of this package by kind."""
+    from attn_core.manifest import load_toml, parse_manifests
+
+    path = Path(__file__).with_name("attn_manifest.toml")
+    parsed = parse_manifests(load_toml(path.read_text("utf-8"), path.name), package="attn-triton", version="0")
+    return {manifest.kind: manifest for manifest in parsed}
+
+
+def main(arguments: list[str]) -> None:
+    """``python -m attn_triton.crosscompile FILE [ARCH ...]``: compile for the architectures and write the table."""
+    rows = [row for arch in arguments[1:] or TARGETS for row in compile_everything(arch)]
+    Path(arguments[0]).write_text(
+        json.dumps({"shared_limit": SHARED, "kernels": rows}, indent=1) + "\n", encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

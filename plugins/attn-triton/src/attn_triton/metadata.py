@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 from attn_core.context import GraphKey, GraphLimits, StepMetadata
+from attn_core.errors import GraphError
+
 from attn_triton.rules import Tile, power_of_two
 
 if TYPE_CHECKING:
@@ -45,12 +46,23 @@ def allocate(rows: int, items: int, spans: int, parts: int, width: int, device: 
     """Buffers for `rows` rows and `items` items; `spans` tokens with spans; `parts` partial result rows of `width`."""
     lengths = (rows + 2,) * 5 + (2 * max(items, 1), max(spans, 1), max(spans, 1))
     whole = torch.empty(sum(lengths), dtype=torch.int32, device=device)
-    kv_lens, origins, offsets, splits, sizes, work, low, high = whole.split(lengths)
+    kv_lens, origins, offsets, splits, sizes, work, low, high = torch.split(whole, list(lengths))
     wide = torch.empty(rows + 4, dtype=torch.int64, device=device)
     results = torch.empty(max(parts, 1) * (width + 1), dtype=torch.float32, device=device)
-    part_out, part_lse = results.split([max(parts, 1) * width, max(parts, 1)])
+    part_out, part_lse = torch.split(results, [max(parts, 1) * width, max(parts, 1)])
     return Buffers(
-        kv_lens, origins, offsets, splits, sizes, work, wide[: rows + 2], wide[rows + 2 :], low, high, part_out, part_lse
+        kv_lens,
+        origins,
+        offsets,
+        splits,
+        sizes,
+        work,
+        wide[: rows + 2],
+        wide[rows + 2 :],
+        low,
+        high,
+        part_out,
+        part_lse,
     )
 
 
@@ -91,6 +103,35 @@ class TritonState:
         return self.buffers.nbytes
 
 
+def describe(metadata: TritonMetadata, batch: AttentionBatch, address: KvAddress | None) -> None:
+    """What of the batch decides which kernel is compiled."""
+    metadata.rows, metadata.tokens, metadata.paged = batch.padded_rows, batch.padded_tokens, address is not None
+    metadata.max_query_len = max(1, batch.max_query_len)
+    metadata.page_size = 1 if address is None else address.page_size
+    metadata.has_origin = address is not None and address.origin is not None
+    metadata.has_spans = has_spans(batch)
+    if batch.tree is not None:
+        metadata.tree = (batch.tree.mask_bits.shape[1], batch.tree.mask_bits.shape[2])
+
+
+def has_spans(batch: AttentionBatch) -> bool:
+    """Whether spans decide anything: not under a tree."""
+    return batch.spans is not None and batch.tree is None and len(batch.spans) > 0
+
+
+def check_captured(metadata: TritonMetadata, batch: AttentionBatch, address: KvAddress | None) -> None:
+    """A replayed batch may bring nothing that was not captured. Raises :class:`GraphError`."""
+    origin = address is not None and address.origin is not None
+    tree = None if batch.tree is None else (batch.tree.mask_bits.shape[1], batch.tree.mask_bits.shape[2])
+    for name, have, captured in (
+        ("spans", has_spans(batch), metadata.has_spans),
+        ("a trimmed pool", origin, metadata.has_origin),
+        ("a tree of another shape", tree != metadata.tree, False),
+    ):
+        if have and not captured:
+            raise GraphError(f"the batch has {name}, which the captured graph had not", f"captured {metadata.tree}")
+
+
 def trailing_tokens(batch: AttentionBatch) -> int:
     """Most tokens that can lie behind the last row (0 where every padded row has its tokens)."""
     lens = {segment.query_len for segment in batch.segments}
@@ -99,19 +140,24 @@ def trailing_tokens(batch: AttentionBatch) -> int:
     return batch.padded_tokens
 
 
-def count_items(
-    batch: AttentionBatch, tile: Tile, split: bool, max_kv_len: int, floor: int, target: int | None
-) -> int:
+def count_items(batch: AttentionBatch, tile: Tile, split: bool, max_kv_len: int, floor: int, target: int | None) -> int:
     """Upper bound of the work items of a step, from host data alone. `target` None: shares of `floor` keys, always."""
     rows, tokens = batch.padded_rows, batch.padded_tokens
     if split:
         most = rows * max(1, -(-max_kv_len // floor))
         return (most if target is None else min(most, target + rows)) + -(-trailing_tokens(batch) // tile.tokens)
-    return min(-(-tokens // tile.tokens) + rows + 1, rows * -(-batch.max_query_len // tile.tokens) + -(-tokens // tile.tokens))
+    return min(
+        -(-tokens // tile.tokens) + rows + 1, rows * -(-batch.max_query_len // tile.tokens) + -(-tokens // tile.tokens)
+    )
 
 
 def fill(
-    metadata: TritonMetadata, batch: AttentionBatch, address: KvAddress | None, window: int, floor: int, target: int | None
+    metadata: TritonMetadata,
+    batch: AttentionBatch,
+    address: KvAddress | None,
+    window: int,
+    floor: int,
+    target: int | None,
 ) -> None:
     """The step's one launch (two with spans): everything in ``metadata.buffers``. Nothing waits for the device."""
     from attn_triton.kernels.prepare import prepare_kernel, span_kernel
@@ -124,7 +170,7 @@ def fill(
     prepare_kernel[(1,)](
         none if address is None else address.kv_lens,
         batch.query_offsets,
-        address.origin if metadata.has_origin and address is not None else none,
+        none if address is None or address.origin is None else address.origin,
         entries,
         address.table_rows if dense and address.table_rows is not None else none,  # type: ignore[union-attr]
         none if dense or address is None else address.indptr,
@@ -136,14 +182,15 @@ def fill(
         address.table.stride(0) if dense else 0,  # type: ignore[union-attr]
         metadata.page_size, window or FAR, FAR if target is not None else floor, floor, target or 1, metadata.tile.tokens,
         SPLIT=metadata.split, PAGED=metadata.paged, DENSE=dense, ROWS=dense and address.table_rows is not None,  # type: ignore[union-attr]
-        ORIGIN=metadata.has_origin, TREE=tree is not None, STEP=metadata.tile.block_n,
+        ORIGIN=address is not None and address.origin is not None, TREE=tree is not None, STEP=metadata.tile.block_n,
         BLOCK_R=power_of_two(rows + 1, 16), BLOCK_I=512, SEARCH=(rows + 1).bit_length() + 1,
         num_warps=8,
     )  # fmt: skip
     metadata.held = (batch.addresses, tree)
     if metadata.has_spans:
-        assert batch.spans is not None
+        spans = batch.spans if batch.spans is not None else buffers.items
+        count = 0 if batch.spans is None else len(batch.spans)
         span_kernel[(-(-batch.padded_tokens // 128),)](
-            batch.spans, batch.spans.shape[0], buffers.query_offsets, buffers.kv_lens, buffers.span_low, buffers.span_high,
+            spans, count, buffers.query_offsets, buffers.kv_lens, buffers.span_low, buffers.span_high,
             batch.padded_tokens, 128, (rows + 1).bit_length() + 1, rows,
         )  # fmt: skip

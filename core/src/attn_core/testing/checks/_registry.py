@@ -25,10 +25,11 @@ class Check:
     phases: tuple[str, ...]
     spread: str
     device: str = ""
+    role: str = ""
 
 
 CHECKS: dict[str, Check] = {}
-_MODULES = ("numbers", "masks", "memory", "steps", "graphs", "packed", "router", "device")
+_MODULES = ("numbers", "masks", "memory", "steps", "graphs", "packed", "router", "device", "states", "latent")
 
 
 def check(
@@ -37,14 +38,14 @@ def check(
     spread: str = "types",
     kinds: tuple[str, ...] = ("mha",),
     device: str = "",
-    name: str = "",
+    role: str = "",
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
     """Register a function as a check; the first sentence of its docstring is what it proves."""
 
     def register(function: Callable[[Bench], None]) -> Callable[[Bench], None]:
-        title = name or function.__name__
+        title = function.__name__
         proves = " ".join((function.__doc__ or "").split("\n\n")[0].split())
-        CHECKS[title] = Check(title, proves, function, kinds, frozenset(features), phases, spread, device)
+        CHECKS[title] = Check(title, proves, function, kinds, frozenset(features), phases, spread, device, role)
         return function
 
     return register
@@ -54,4 +55,11 @@ def checks_of(kind: str) -> list[Check]:
     """All checks of a kind, in the order of their modules."""
     for module in _MODULES:
         importlib.import_module(f"attn_core.testing.checks.{module}")
-    return [item for item in CHECKS.values() if kind in item.kinds]
+    ordered = sorted(CHECKS.values(), key=_place)
+    return [item for item in ordered if kind in item.kinds]
+
+
+def _place(item: Check) -> tuple[int, int]:
+    """Module and line of a check: its place does not depend on which module was imported first."""
+    module = item.function.__module__.rpartition(".")[2]
+    return _MODULES.index(module) if module in _MODULES else len(_MODULES), item.function.__code__.co_firstlineno

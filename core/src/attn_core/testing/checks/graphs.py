@@ -59,7 +59,7 @@ def _replayer(bench: Bench, first: CaseSpec, lanes: int = 1, lane: int = 0, sess
     state = session.graph_state(limits, (bench.ask.phase,), lane)
     case = build(first.but(pad_kv_len=state.pad_kv_len))
     static = static_case(case, -(-longest // bench.ask.page_size) + 4, longest)
-    static.cache = roomy(case.cache, 64)
+    static.cache = roomy(case.cache, limits.max_pages + 8)
     static.batch.max_query_len = width
     load(case, static)
     return Replayer(session, static, limits, state)

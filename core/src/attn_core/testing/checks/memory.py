@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from attn_core.batch import Part
 from attn_core.context import Context
 from attn_core.errors import AttnError
 from attn_core.testing.batches import build
 from attn_core.testing.bench import Bench
 from attn_core.testing.checks._registry import check
 from attn_core.testing.guards import bytes_of, same_bits
+from attn_core.testing.oracle_mha import read_row
 from attn_core.testing.spec import CaseSpec
 
 
@@ -107,6 +109,37 @@ def store(bench: Bench) -> None:
         return case.problems()
 
     bench.require_none(judge(spec), spec, judge)
+
+
+@check("gather", spread="all")
+def gather(bench: Bench) -> None:
+    """The backend reads its cache back, whole or a part of each row, row after row, with the layer's scales applied."""
+    page = bench.ask.page_size
+    spec = bench.spec(query_lens=(1, 1, 1), kv_lens=(page + 1, 1, 2 * page + 3), store=False)
+    case = build(spec)
+    address, session = case.batch.kv(case.pool_index), bench.open(case)
+    rows = [read_row(case.expected, address, row, case.layer) for row in range(3)]
+    for start, most in ((0, 0), (0, page), (page, 2), (page + 1, page + 2)):
+        cuts = [(0, n) if not most else (min(start, n), min(start + most, n)) for n in spec.kv_lens]
+        part = None if not most else _part_of(cuts, bench.device)
+        found = session.call("attn_gather", case.cache, address, part, case.layer)
+        for name, have, index in (("k", found[0], 0), ("v", found[1], 1)):
+            want = torch.cat([rows[row][index][a:b] for row, (a, b) in enumerate(cuts)])
+            error = (have[: len(want)].double().cpu() - want).abs().max() if len(have) >= len(want) > 0 else 0.0
+            if len(have) < len(want) or not float(error) <= 0.01 * max(
+                float(want.abs().max()) if len(want) else 0, 1.0
+            ):
+                bench.require_none([f"{name} of positions {cuts}: {len(have)} rows, error {float(error):.3g}"], spec)
+    bench.require_none(case.problems(), spec)
+
+
+def _part_of(cuts: list[tuple[int, int]], device: str) -> Part:
+    offsets = [0]
+    for start, stop in cuts:
+        offsets.append(offsets[-1] + stop - start)
+    lens = [stop - start for start, stop in cuts]
+    starts = torch.tensor([start for start, _ in cuts], dtype=torch.int32, device=device)
+    return Part(0, torch.tensor(offsets, dtype=torch.int32, device=device), starts, max(lens), 0 in lens, False)
 
 
 class PoisonedContext(Context):

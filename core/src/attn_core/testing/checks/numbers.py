@@ -15,7 +15,7 @@ from attn_core.testing.spec import Case
 
 @check(spread="all")
 def attend_numbers(bench: Bench) -> None:
-    """Attention equals the oracle for 1, p - 1, p, p + 1 and 3p + 5 keys on permuted pages, with poison everywhere else."""
+    """Attention equals the oracle for 1, p - 1, p, p + 1 and 3p + 5 keys on permuted pages, poison elsewhere (case C37)."""
     bench.require(bench.spec(shared=bench.turn % 2))
 
 
@@ -77,7 +77,7 @@ def softcap(bench: Bench) -> None:
 
 @check("lse", spread="all")
 def lse(bench: Bench) -> None:
-    """The LSE is fp32 [T, H] in natural logarithms, of long and short rows alike."""
+    """The LSE is fp32 [T, H] in natural logarithms, of long and short rows alike (case C69)."""
     bench.require(bench.spec(needs_lse=True))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from attn_core.batch import AttentionBatch, Part, Segment
-from attn_core.geometry import MhaGeometry
-from attn_core.layers import MhaLayer
+from attn_core.geometry import MhaGeometry, MlaGeometry
+from attn_core.layers import MhaLayer, MlaLayer
 from attn_core.merge import merge_many
 from attn_core.testing.batches import group_of
 from attn_core.testing.bench import Bench
@@ -59,15 +59,22 @@ def _batch(bench: Bench, q_lens: Sequence[int], k_lens: Sequence[int], padded: i
     )
 
 
-def _session(bench: Bench, geometry: MhaGeometry) -> tuple[Session, MhaLayer]:
+def _session(bench: Bench, geometry: MhaGeometry) -> tuple[Session, MhaLayer | MlaLayer]:
     spec = bench.spec(geometry, query_lens=(1,), kv_lens=(1,), phase="prefill")
-    group = group_of(spec)
-    if bench.backend.manifest.kind == "mm":
+    group, kind = group_of(spec), bench.backend.manifest.kind
+    if kind == "mm":
         group = replace(group, model="vision", kind="vit_full", pools={})
+    if kind == "mla":
+        nope = min(geometry.v_dim, geometry.qk_dim)
+        latent = MlaGeometry(geometry.q_heads, 4 * nope, geometry.qk_dim - nope, nope, geometry.v_dim, geometry.scale)
+        group = replace(group, kind="mla", geometry=latent)
+        return bench.open(spec, group=group, form="ragged"), MlaLayer(0, group)
     return bench.open(spec, group=group), MhaLayer(0, group)
 
 
-def _ragged(session: Session, layer: MhaLayer, batch: AttentionBatch, tensors: Tensors, part: Part | None) -> Result:
+def _ragged(
+    session: Session, layer: MhaLayer | MlaLayer, batch: AttentionBatch, tensors: Tensors, part: Part | None
+) -> Result:
     metadata = session.metadata(batch, "prefill")
     session.in_graph(metadata)
     return result_of("attn_ragged", session.call("attn_ragged", *tensors, layer, metadata, part))
@@ -85,7 +92,7 @@ def _judge(
         watch.add(f"inputs.{name}", tensor)
     session, layer = _session(bench, geometry)
     batch = _batch(bench, q_lens, k_lens, padded, lse)
-    result = _ragged(session, layer, batch, tensors, None)
+    result = _ragged(session, layer, batch, tensors, None if bench.backend.manifest.kind != "mla" else _new_part(batch))
     want = attend_packed(*tensors, geometry, _offsets(q_lens), _offsets(k_lens))
     limits = tolerance(*[bench.ask.dtypes[2]] * 3)  # packed tensors are of the model's type, whatever the cache's
     found = [compare_out(result.out, want, limits.out, batch.num_tokens)]
@@ -96,6 +103,13 @@ def _judge(
     bench.require_none([f"{problem} [{text}]" for problem in problems])
 
 
+def _new_part(batch: AttentionBatch) -> Part:
+    """All keys as the part of the new tokens, which is causal."""
+    assert batch.key_offsets is not None
+    start = torch.zeros_like(batch.key_offsets[1:])
+    return Part(0, batch.key_offsets, start, batch.max_key_len, False, True)
+
+
 @check("ragged", phases=("prefill",), kinds=("mha",))
 def ragged(bench: Bench) -> None:
     """Packed causal attention without a cache, aligned bottom-right where there are more keys than queries."""
@@ -103,9 +117,27 @@ def ragged(bench: Bench) -> None:
     _judge(bench, bench.geometry(), (2, 3), (7, 3))
 
 
+@check(phases=("prefill",), kinds=("mla",), role="ragged")
+def expanded_numbers(bench: Bench) -> None:
+    """The ragged form: plain causal attention over expanded keys [nope + rope] and values [v], one KV head a query head."""
+    _judge(bench, bench.geometry(), (5, 1, 9), (5, 1, 9))
+    _judge(bench, bench.geometry(), (2, 3), (7, 3))
+
+
+@check("chunked_prefix", "lse", phases=("prefill",), kinds=("mla",), role="ragged")
+def expanded_chunks(bench: Bench) -> None:
+    """Chunks of an expanded prefix, attended without a mask, merge with the new tokens to the whole (cases C125, C126)."""
+    _chunks(bench)
+
+
 @check("ragged", "chunked_prefix", "lse", phases=("prefill",))
 def chunked_prefix(bench: Bench) -> None:
     """Parts of a prefix, attended without a mask, merge with the causal new part to the whole (cases C125, C126)."""
+    _chunks(bench)
+
+
+def _chunks(bench: Bench) -> None:
+    """Three parts of the prefix and one of new tokens, a row without prefix among them."""
     geometry, prefix, new = bench.geometry(), (11, 0, 5), (3, 4, 1)
     whole = tuple(p + n for p, n in zip(prefix, new, strict=True))
     q, k, v = _tensors(bench, geometry, sum(new), sum(whole))

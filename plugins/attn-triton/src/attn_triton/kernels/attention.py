@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# ruff: noqa: RET505, SIM102 - a return in a compile-time branch needs its else; loops are compiled
 """The attention kernel: one tile of queries against a range of keys, read from pages or packed.
 
 Everything but a tree is, for each query, an interval of keys ``[low, high)``: causality, windows, chunks, spans and trimmed
@@ -10,7 +12,7 @@ and one share of its keys (decode, verify); the others hold a block of queries a
 import triton
 import triton.language as tl
 
-from attn_triton.kernels.elements import unpack_fp4, widen_pair
+from attn_triton.kernels.elements import pair_column, unpack_fp4, widen_pair
 
 
 @triton.jit
@@ -65,16 +67,22 @@ def _tile(
 
 
 @triton.jit
+def _load_i32(address, offsets, mask):
+    """i32 values at an address that is a number (i64): AMD's pointer analysis does not follow it through a loop."""
+    return tl.load((address + 4 * offsets.to(tl.int64)).to(tl.pointer_type(tl.int32)), mask=mask, other=0)
+
+
+@triton.jit
 def _sees_tree(keys, token, position, row, prefix, kv_len, low, bits, depth, drafts, words,
                WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """bool[M, N]: prefix keys by interval, drafts by the mask bits; windows and chunks count tree positions."""
     draft = keys - prefix
     is_draft = (draft >= 0) & (keys < kv_len)
     me = tl.minimum(token, drafts - 1)
-    word = tl.load(bits + ((row * drafts + me) * words)[:, None] + (draft // 32)[None, :], mask=is_draft[None, :], other=0)
+    word = _load_i32(bits, ((row * drafts + me) * words)[:, None] + (draft // 32)[None, :], is_draft[None, :])
     seen = ((word >> (draft % 32)[None, :]) & 1) == 1
     if WINDOW > 0 or RIGHT >= 0 or CHUNK > 0:
-        place = (prefix + tl.load(depth + row * drafts + draft, mask=is_draft, other=0))[None, :]
+        place = (prefix + _load_i32(depth, row * drafts + draft, is_draft))[None, :]
         if WINDOW > 0:
             seen &= place > position[:, None] - WINDOW
         if RIGHT >= 0:
@@ -107,16 +115,16 @@ def _visit(
         x = _tile(k, k_blocks, page, place, live, k_strides[0], k_strides[1], k_strides[2], k_strides[3],
                   KIND, DTYPE, PAGED, MASK != 0, BLOCK_N, D, BLOCK_D)  # fmt: skip
         if KIND == 1 or KIND == 2:
-            even, odd = widen_pair(x, KIND, DTYPE, ASM)
+            even, odd = widen_pair(x, KIND, ASM, True)
             s = tl.dot(q, tl.trans(even))
             s = tl.dot(q_odd, tl.trans(odd), s)
         else:
             s = tl.dot(q, tl.trans(x), input_precision=PRECISION)
         if SOFTCAP:
-            t = s * factor  # 2 * log2(e) * logits / cap
+            t = s * factor[:, None]  # 2 * log2(e) * logits / cap
             s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(t)))
         else:
-            s = s * factor
+            s = s * factor[:, None]
         if MASK == 1:
             s = tl.where((keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None]), s, float("-inf"))
         elif MASK == 2:
@@ -135,7 +143,7 @@ def _visit(
         y = _tile(v, v_blocks, page, place, live, v_strides[0], v_strides[1], v_strides[2], v_strides[3],
                   KIND, V_DTYPE, PAGED, MASK != 0, BLOCK_N, DV, BLOCK_DV)  # fmt: skip
         if KIND == 1 or KIND == 2:
-            even, odd = widen_pair(y, KIND, V_DTYPE, ASM)
+            even, odd = widen_pair(y, KIND, ASM, False)
             acc = tl.dot(p.to(V_DTYPE), even, acc)
             acc_odd = tl.dot(p.to(V_DTYPE), odd, acc_odd * alpha[:, None])
         else:
@@ -178,12 +186,12 @@ def attention_kernel(
     q, k, v, k_blocks, v_blocks, out, lse, part_out, part_lse,
     items, page_ptr, kv_lens, origins, query_offsets, key_offsets, splits, sizes, trees, span_low, span_high,
     sinks, k_scale, v_scale, num_rows,
-    factor, softcap, v_factor, q_lift,
+    factor, softcap, v_factor,
     q_st, q_sh, k_sp, k_st, k_sh, kb_sp, kb_st, kb_sh, v_sp, v_st, v_sh, vb_sp, vb_st, vb_sh, o_st, o_sh,
     drafts, words, heads,
     RATIO: tl.constexpr, GROUP: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     SPLIT: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, V_DTYPE: tl.constexpr,
-    ASM: tl.constexpr, WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, SPANS: tl.constexpr,
+    ASM: tl.constexpr, ONE_LOOP: tl.constexpr, WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, SPANS: tl.constexpr,
     ORIGIN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     NEEDS_LSE: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -227,13 +235,13 @@ def attention_kernel(
     index = (begin + token).to(tl.int64)
 
     position = prefix + token
-    bits = items
-    depth = items
+    bits = trees
+    depth = trees
     if TREE:
-        bits = tl.load(trees).to(tl.pointer_type(tl.int32))
-        depth = tl.load(trees + 1).to(tl.pointer_type(tl.int32))
+        bits = tl.load(trees)
+        depth = tl.load(trees + 1)
         in_tree = valid & (row < num_rows)
-        position = prefix + tl.load(depth + row * drafts + tl.minimum(token, drafts - 1), mask=in_tree, other=0)
+        position = prefix + _load_i32(depth, row * drafts + tl.minimum(token, drafts - 1), in_tree)
     low, high = _bounds(position, kv_len, origin, prefix, span_low, span_high, index, valid,
                         WINDOW, RIGHT, CHUNK, TREE, SPANS)  # fmt: skip
     BIG: tl.constexpr = 2147483647
@@ -243,14 +251,25 @@ def attention_kernel(
     first = tl.minimum(first, last)
 
     PAIR: tl.constexpr = 2 if KIND == 1 or KIND == 2 else 1  # even and odd elements apart
-    d = tl.arange(0, BLOCK_D // PAIR) * PAIR
-    q_at = q + index[:, None] * q_st + head[:, None] * q_sh + d[None, :]
-    x = tl.load(q_at, mask=valid[:, None] & (d[None, :] < D), other=0.0)
-    DTYPE: tl.constexpr = x.dtype
-    x_odd = x
+    d = tl.arange(0, BLOCK_D)
+    factor = tl.zeros([BLOCK_M], tl.float32) + factor
     if PAIR == 2:
-        x_odd = (tl.load(q_at + 1, mask=valid[:, None] & (d[None, :] < D), other=0.0) * q_lift).to(DTYPE)
-        x = (x * q_lift).to(DTYPE)
+        d = pair_column(tl.arange(0, BLOCK_D // 2), ASM)
+        q_at = q + index[:, None] * q_st + head[:, None] * q_sh + d[None, :]
+        x = tl.load(q_at, mask=valid[:, None] & (d[None, :] < D), other=0.0).to(tl.float32)
+        step: tl.constexpr = 2 if ASM else 1
+        x_odd = tl.load(q_at + step, mask=valid[:, None] & (d[None, :] + step < D), other=0.0).to(tl.float32)
+        # keys are fp16: bring each query into its range by a power of two, exactly
+        size = tl.maximum(tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(x_odd), 1)), 1e-30)
+        size = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0625
+        x = (x / size[:, None]).to(tl.float16)
+        x_odd = (x_odd / size[:, None]).to(tl.float16)
+        factor *= size
+    else:
+        q_at = q + index[:, None] * q_st + head[:, None] * q_sh + d[None, :]
+        x = tl.load(q_at, mask=valid[:, None] & (d[None, :] < D), other=0.0)
+        x_odd = x
+    DTYPE: tl.constexpr = x.dtype
     if K_SCALES != 0:
         factor = factor * tl.load(k_scale + (kv_head if K_SCALES == 2 else 0))
     k_at = k + kv_head.to(tl.int64) * k_sh
@@ -261,7 +280,7 @@ def attention_kernel(
     v_strides = (v_sp, v_st, vb_sp, vb_st)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
-    acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32) if PAIR == 2 else 0.0
+    acc_odd = acc if PAIR == 2 else tl.zeros([BLOCK_M], tl.float32)  # carried along, unused without pairs
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
@@ -274,10 +293,13 @@ def attention_kernel(
         start += tl.where(row == num_rows, 0, part) * share
         last = tl.minimum(last, start + share)
         middle = tl.minimum(tl.maximum(prefix // BLOCK_N * BLOCK_N, start), last) if TREE else last
-        acc, acc_odd, total, top = _visit(
-            acc, acc_odd, total, top, x, x_odd, start, middle, first, low, high, token, position, row, prefix, kv_len,
-            k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
-            1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+        if ONE_LOOP and TREE:
+            middle = start
+        else:
+            acc, acc_odd, total, top = _visit(
+                acc, acc_odd, total, top, x, x_odd, start, middle, first, low, high, token, position, row, prefix, kv_len,
+                k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
+                1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
     else:
         full_low = tl.max(tl.where(valid, low, 0), 0)
         full_high = tl.minimum(tl.min(tl.where(valid, high, BIG), 0), last)

@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# ruff: noqa: RET505 - a return in a compile-time branch needs its else; loops are compiled
 """Element formats inside kernels: 8- and 4-bit values are unpacked with integer operations only.
 
 A byte becomes the bits of a 16-bit float whose exponent is too small by a constant; that constant factor is exact and is
@@ -15,49 +17,51 @@ FP4: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
-def widen(x, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Stored bytes u8[..] as raw 16-bit floats: real value = raw * 2 ** raw_exponent(KIND, DTYPE)."""
+def widen(x, KIND: tl.constexpr):
+    """Stored bytes u8[..] as raw fp16[..]: real value = raw * 2 ** raw_exponent(KIND)."""
     u = x.to(tl.uint16)
-    if KIND == 1 and DTYPE == tl.float16:
+    if KIND == 1:
         bits = ((u & 0x80) << 8) | ((u & 0x7F) << 7)
-    elif KIND == 1:
-        bits = ((u & 0x80) << 8) | ((u & 0x7F) << 4)
-    elif DTYPE == tl.float16:
+    else:
         bits = u << 8
-    else:
-        bits = ((u & 0x80) << 8) | ((u & 0x7F) << 5)
-    return bits.to(DTYPE, bitcast=True)
+    return bits.to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def widen_pair(x, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """u16[..] of two stored bytes as (even, odd) raw 16-bit floats. ``ASM``: two elements an instruction, NVIDIA only."""
+def widen_pair(x, KIND: tl.constexpr, ASM: tl.constexpr, KEYS: tl.constexpr):
+    """u16[N, W] of two stored bytes each, as two fp16[N, W] with all 2 W elements between them.
+
+    The first holds the even and the second the odd bytes, raw (see :func:`widen`). With ``ASM`` (conversion instructions of
+    sm89 and newer) values are real, and for KEYS, where neighbouring columns share a register, the first holds bytes
+    4 j, 4 j + 1 and the second 4 j + 2, 4 j + 3 of columns 2 j, 2 j + 1: :func:`pair_column` gives the order.
+    """
     if not ASM:
-        return widen(x & 0xFF, KIND, DTYPE), widen(x >> 8, KIND, DTYPE)
-    elif KIND == 1 and DTYPE == tl.float16:
-        even: tl.constexpr = "{ .reg .b32 a, b; shl.b32 a, $1, 8; shl.b32 b, $1, 7; and.b32 a, a, 0x80008000; lop3.b32 $0, b, 0x3F803F80, a, 0xEA; }"
-        odd: tl.constexpr = "{ .reg .b32 a, b; shr.b32 b, $1, 1; and.b32 a, $1, 0x80008000; lop3.b32 $0, b, 0x3F803F80, a, 0xEA; }"
-        return _pair(x, even, DTYPE), _pair(x, odd, DTYPE)
+        return widen(x & 0xFF, KIND), widen(x >> 8, KIND)
+    elif KEYS and KIND == 1:
+        return _two(x, "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }")
+    elif KEYS:
+        return _two(x, "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e5m2x2 $0, l; cvt.rn.f16x2.e5m2x2 $1, h; }")
     elif KIND == 1:
-        even: tl.constexpr = "{ .reg .b32 a, b; shl.b32 a, $1, 8; shl.b32 b, $1, 4; and.b32 a, a, 0x80008000; lop3.b32 $0, b, 0x07F007F0, a, 0xEA; }"
-        odd: tl.constexpr = "{ .reg .b32 a, b; shr.b32 b, $1, 4; and.b32 a, $1, 0x80008000; lop3.b32 $0, b, 0x07F007F0, a, 0xEA; }"
-        return _pair(x, even, DTYPE), _pair(x, odd, DTYPE)
-    elif DTYPE == tl.float16:
-        even: tl.constexpr = "{ .reg .b32 a; shl.b32 a, $1, 8; and.b32 $0, a, 0xFF00FF00; }"
-        odd: tl.constexpr = "{ and.b32 $0, $1, 0xFF00FF00; }"
-        return _pair(x, even, DTYPE), _pair(x, odd, DTYPE)
+        return _two(
+            x,
+            "{ .reg .b16 l, h; .reg .b32 a, b; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632; }",
+        )
     else:
-        even: tl.constexpr = "{ .reg .b32 a, b; shl.b32 a, $1, 8; shl.b32 b, $1, 5; and.b32 a, a, 0x80008000; lop3.b32 $0, b, 0x0FE00FE0, a, 0xEA; }"
-        odd: tl.constexpr = "{ .reg .b32 a, b; shr.b32 b, $1, 3; and.b32 a, $1, 0x80008000; lop3.b32 $0, b, 0x0FE00FE0, a, 0xEA; }"
-        return _pair(x, even, DTYPE), _pair(x, odd, DTYPE)
+        return _two(x, "{ .reg .b32 a; shl.b32 a, $2, 8; and.b32 $0, a, 0xFF00FF00; and.b32 $1, $2, 0xFF00FF00; }")
 
 
 @triton.jit
-def _pair(x, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    if DTYPE == tl.float16:
-        return tl.inline_asm_elementwise(CODE, "=r,r", [x], tl.float16, is_pure=True, pack=2)
+def _two(x, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(CODE, "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2)
+
+
+@triton.jit
+def pair_column(c, ASM: tl.constexpr):
+    """Element of a head that stands in column `c` of the first half of keys; the second half is 2 (``ASM``) or 1 further on."""
+    if ASM:
+        return c // 2 * 4 + c % 2
     else:
-        return tl.inline_asm_elementwise(CODE, "=r,r", [x], tl.bfloat16, is_pure=True, pack=2)
+        return c * 2
 
 
 @triton.jit
@@ -67,7 +71,7 @@ def unpack_fp4(codes, blocks, N: tl.constexpr, BLOCK_D: tl.constexpr):
     low = ((u & 7) << 9) | ((u & 8) << 12)
     high = ((u & 0x70) << 5) | ((u & 0x80) << 8)
     values = tl.interleave(low, high).to(tl.float16, bitcast=True) * 16384.0
-    factors = widen(blocks, 1, tl.float16) * 256.0
+    factors = widen(blocks, 1) * 256.0
     spread = tl.broadcast_to(factors[:, :, None], (N, BLOCK_D // 16, 16)).reshape(N, BLOCK_D)
     return (values.to(tl.float16) * spread.to(tl.float16)).to(tl.float16)
 
@@ -107,10 +111,6 @@ def encode_e2m1(x):
     return code
 
 
-def raw_exponent(kind: int, half: bool) -> int:
-    """Exponent of the factor that :func:`widen` leaves out; ``half`` is whether raw values are fp16 (else bf16)."""
-    if kind == 1:
-        return 8 if half else 120
-    if kind == 2:
-        return 0 if half else 112
-    return 0
+def raw_exponent(kind: int) -> int:
+    """Exponent of the factor that :func:`widen` leaves out of fp16 values."""
+    return 8 if kind == 1 else 0

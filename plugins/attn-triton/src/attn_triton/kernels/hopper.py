@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# ruff: noqa: SIM113 - a return in a compile-time branch needs its else; loops are compiled
 """Prefill on Hopper, warp-specialised: one warp copies keys and values (TMA), two warp groups compute 64 queries each.
 
 The result is that of the tile path of :mod:`attn_triton.kernels.attention`, with the same intervals; no trees, spans or
@@ -19,7 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def _ranges(part, query_len, kv_len, WINDOW: gl.constexpr, RIGHT: gl.constexpr, CHUNK: gl.constexpr, BLOCK_N: gl.constexpr):
+def _ranges(
+    part, query_len, kv_len, WINDOW: gl.constexpr, RIGHT: gl.constexpr, CHUNK: gl.constexpr, BLOCK_N: gl.constexpr
+):
     """Blocks of one tile: (first block, blocks, masked at the right, masked at the left, first key, end of keys)."""
     low_position = kv_len - query_len + part * 128
     high_position = kv_len - query_len + gl.minimum(query_len, part * 128 + 128) - 1
@@ -241,12 +245,16 @@ def _compute_tiles(
     next_row = gl.load(items + 2 * (ahead // heads))
     next_part = gl.load(items + 2 * (ahead // heads) + 1)
     for work in range(gl.program_id(0), end, stride):
-        next_begin, next_query_len, next_kv_len = _lengths(next_row, query_offsets, kv_lens, key_offsets, num_rows, PAGED)
+        next_begin, next_query_len, next_kv_len = _lengths(
+            next_row, query_offsets, kv_lens, key_offsets, num_rows, PAGED
+        )
         ahead = gl.minimum(work + 2 * stride, end - 1)
         after_row = gl.load(items + 2 * (ahead // heads))
         after_part = gl.load(items + 2 * (ahead // heads) + 1)
         head = work % heads
-        first, count, masked_right, masked_left, floor, limit = _ranges(part, query_len, kv_len, WINDOW, RIGHT, CHUNK, BLOCK_N)
+        first, count, masked_right, masked_left, floor, limit = _ranges(
+            part, query_len, kv_len, WINDOW, RIGHT, CHUNK, BLOCK_N
+        )
         mine = part * 128 + HALF * 64
         position = kv_len - query_len + mine + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
         low = gl.zeros_like(position)
@@ -303,7 +311,26 @@ def _compute_tiles(
             mbarrier.arrive(v_free.index(last), count=1)
         else:
             mbarrier.arrive(q_free, count=1)
-        _finish(o, total, top, out, lse, sinks, begin, mine, query_len, head, heads, o_st, o_sh, SINKS, NEEDS_LSE, DV, S_LAYOUT, O_LAYOUT)
+        _finish(
+            o,
+            total,
+            top,
+            out,
+            lse,
+            sinks,
+            begin,
+            mine,
+            query_len,
+            head,
+            heads,
+            o_st,
+            o_sh,
+            SINKS,
+            NEEDS_LSE,
+            DV,
+            S_LAYOUT,
+            O_LAYOUT,
+        )
         block += count
         turn += 1
         row = next_row

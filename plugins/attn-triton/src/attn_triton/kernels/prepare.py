@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+
 """Once a step: everything that the attention kernels need to know about the batch, worked out on the device."""
 
 import triton
@@ -36,7 +38,7 @@ def prepare_kernel(
         skipped = tl.zeros_like(begin)
         if ORIGIN:
             skipped = tl.load(origins + r, mask=in_row, other=0)
-            tl.store(to_origins + r, skipped, mask=in_list)
+        tl.store(to_origins + r, skipped, mask=in_list)
         if DENSE:
             line = tl.load(table_rows + r, mask=in_row, other=0) if ROWS else r
             place = line.to(tl.int64) * table_width
@@ -51,15 +53,15 @@ def prepare_kernel(
         low = tl.maximum(kv_len - query_len + 1 - window, 0) // STEP * STEP
         keys = tl.maximum(tl.where(in_row & (query_len > 0), kv_len - low, 0), 0)
         # the smallest share with at most `target` items: then all of them run at once
-        left = share_floor + tl.zeros_like(tl.max(keys, 0))
-        right = tl.minimum(tl.maximum(tl.max(keys, 0), share_floor), share_cap)
+        least = share_floor + tl.zeros_like(tl.max(keys, 0))
+        share = tl.minimum(tl.maximum(tl.max(keys, 0), share_floor), share_cap)
         most = tl.maximum(target, num_rows)
         for _ in tl.range(0, 24):
-            middle = (left + right) // 2
-            fits = tl.sum(tl.where(in_row, tl.maximum(tl.cdiv(keys, middle), 1), 0), 0) <= most
-            right = tl.where(fits, middle, right)
-            left = tl.where(fits, left, tl.minimum(middle + 1, right))
-        counts = tl.maximum(tl.cdiv(keys, right), 1)
+            half = (least + share) // 2
+            fits = tl.sum(tl.where(in_row, tl.maximum(tl.cdiv(keys, half), 1), 0), 0) <= most
+            share = tl.where(fits, half, share)
+            least = tl.where(fits, least, tl.minimum(half + 1, share))
+        counts = tl.maximum(tl.cdiv(keys, share), 1)
         tl.store(sizes + r, tl.cdiv(tl.cdiv(keys, counts), STEP) * STEP, mask=in_list)
         counts = tl.where(in_row, counts, blocks)
         counts = tl.where(query_len > 0, counts, 0)

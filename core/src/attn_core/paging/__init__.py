@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from attn_core._build_batch import PHASE_ORDER, PoolRows, build_batch
-from attn_core._slice_batch import copy_batch, overwrite, refresh_views, slice_batch
 from attn_core.batch import Form, KvAddress
 from attn_core.errors import BatchError
+from attn_core.paging._build import PHASE_ORDER, PoolRows, build_batch
+from attn_core.paging._slice import copy_batch, overwrite, refresh_views, slice_batch
 
 __all__ = [
     "PHASE_ORDER",

@@ -70,6 +70,8 @@ def copy_batch(source: AttentionBatch, static: AttentionBatch) -> AttentionBatch
     static.num_rows, static.num_tokens, static.segments = source.num_rows, source.num_tokens, source.segments
     static.query_offsets_cpu, static.cpu_exact = source.query_offsets_cpu, source.cpu_exact
     _copy_fields(source, static, ("query_offsets", "positions", "key_offsets", "spans"))
+    if (source.tree is None) != (static.tree is None):
+        raise BatchError("only one of the batch and the static batch has a tree")
     if source.tree is not None and static.tree is not None:
         _copy_fields(source.tree, static.tree, ("parents", "depth", "mask_bits"))
     for fresh, target in zip(source.addresses, static.addresses, strict=True):
@@ -153,7 +155,10 @@ def _slice_checkpoints(checkpoints: Checkpoints | None, rows: slice) -> Checkpoi
 def _copy_fields(source: object, target: object, names: Sequence[str]) -> None:
     for name in names:
         fresh, static = getattr(source, name), getattr(target, name)
-        if fresh is not None and static is not None and fresh is not static:
+        if (fresh is None) != (static is None):
+            which = "the batch" if static is None else "the static batch"
+            raise BatchError(f"only {which} has {name}", fix="allocate the static batch with the same parts")
+        if fresh is not None and fresh is not static:
             overwrite(static, fresh, name)
 
 

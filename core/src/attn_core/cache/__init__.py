@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from attn_core._pages import Block, CacheStats, PageAllocator, PoolStats, PrefixIndex, Request
-from attn_core._storage import allocate_layers, copy_page, page_count
 from attn_core.batch import AttentionBatch, KvAddress, StateAddress
+from attn_core.cache._pages import Block, CacheStats, PageAllocator, PoolStats, PrefixIndex, Request
+from attn_core.cache._storage import allocate_layers, copy_page, page_count
 from attn_core.dtypes import canonical, default_format, row_bytes
 from attn_core.errors import CacheError, OutOfPages
 from attn_core.geometry import LayerGroup, MhaGeometry
