@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from _mha_world import Shape, World
 
 #: Microseconds of the better of SGLang's 0.5.23 and vLLM's 0.32 Triton kernels (page 16, best split count, H200, 2026-11-29).
@@ -52,8 +53,9 @@ def _has(module: str) -> bool:
 
 def _sdpa(world: World, backend: Any) -> list[Callable[[], Any]]:
     """Dense causal attention over the packed keys: no pages, so an upper bound for what it would reach with them."""
-    from attn_core.store import default_gather
     from torch.nn.attention import sdpa_kernel
+
+    from attn_core.store import default_gather
 
     k, v = default_gather(world.caches[0], world.batch.kv(0), None, world.layer, torch.bfloat16)
     q, k, v = (x[: world.shape.kv_len].transpose(0, 1)[None].contiguous() for x in (world.inputs[0].q, k, v))

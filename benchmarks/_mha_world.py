@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from attn_core.batch import AttentionBatch, KvAddress, Segment
 from attn_core.context import Context
 from attn_core.formats import torch_dtype

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from _common import provenance, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "core" / "tests"))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from attn_core.batch import AttentionBatch, KvAddress, Segment
 from attn_core.context import Context
 from attn_core.geometry import LayerGroup, MhaGeometry

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from attn_core import errors
 from attn_core.capabilities import FEATURES
 from attn_core.manifest import load_toml, parse_manifests

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from attn_core.errors import AttnError, PlanError
 from attn_core.geometry import Model
 from attn_core.manifest import Manifest, load_toml, parse_manifests

@@ -19,7 +19,9 @@ CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "ATT
 
 
 def run(*command: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=CLEAN, timeout=600, **more)
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env=CLEAN, timeout=600, **more
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -46,7 +48,9 @@ def clean(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attn(clean: Path, *arguments: str, status: int = 0) -> Any:
-    done = subprocess.run([clean / "bin" / "attn", *arguments], capture_output=True, text=True, env=CLEAN, timeout=120, cwd=clean)
+    done = subprocess.run(
+        [clean / "bin" / "attn", *arguments], capture_output=True, text=True, env=CLEAN, timeout=120, cwd=clean
+    )
     assert done.returncode == status, done.stdout + done.stderr
     return json.loads(done.stdout)
 
@@ -61,7 +65,12 @@ def test_every_wheel_has_its_types_its_data_and_its_licence(wheels: Path) -> Non
         metadata = next(name for name in names if name.endswith("METADATA"))
         assert "Apache-2.0" in zipfile.ZipFile(path).read(metadata).decode(), path
     core = zipfile.ZipFile(next(wheels.glob("attn_core-*.whl"))).namelist()
-    for needed in ("directory.toml", "schemas/manifest-1.json", "templates/explain.html.j2", "templates/plugin/pyproject.toml.j2"):
+    for needed in (
+        "directory.toml",
+        "schemas/manifest-1.json",
+        "templates/explain.html.j2",
+        "templates/plugin/pyproject.toml.j2",
+    ):
         assert f"attn_core/{needed}" in core
 
 
@@ -75,15 +84,28 @@ def test_backends_are_listed_from_wheels_without_torch(clean: Path) -> None:
 
 
 def test_plans_are_made_from_wheels_without_torch(clean: Path) -> None:
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
-    config |= {"num_key_value_heads": 8, "num_hidden_layers": 2, "vocab_size": 100, "max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+    }
+    config |= {
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
     path = clean / "config.json"
     path.write_text(json.dumps(config))
     plan = attn(clean, "plan", "--model", str(path), "--platform", "cuda:sm90,cuda=13.0", "--allow-planned", "--json")
     assert plan["ok"]
-    assert {phase["package"] for group in plan["groups"] for phase in group["phases"].values()} <= set(plan_packages(clean))
-    refused = attn(clean, "plan", "--model", str(path), "--platform", "cpu", "--json", status=3)
-    assert refused["ok"] is False  # on this machine the probe says that torch is missing
+    assert {phase["package"] for group in plan["groups"] for phase in group["phases"].values()} <= set(
+        plan_packages(clean)
+    )
+    refused = attn(clean, "plan", "--model", str(path), "--json", status=3)  # this machine: probed, not described
+    assert refused["ok"] is False
     assert "torch" in json.dumps(refused["error"])
 
 
@@ -100,7 +122,11 @@ def test_the_doctor_verifies_files_of_wheels(clean: Path) -> None:
     try:
         victim.write_text(original + "\n# changed\n")
         changed = subprocess.run(
-            [clean / "bin" / "attn", "doctor", "--verify", "--json"], capture_output=True, text=True, env=CLEAN, timeout=120
+            [clean / "bin" / "attn", "doctor", "--verify", "--json"],
+            capture_output=True,
+            text=True,
+            env=CLEAN,
+            timeout=120,
         )
         assert "attn_manifest.toml" in changed.stdout
     finally:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+
 from attn_core.batch import AttentionBatch, KvAddress
 from attn_core.binding import BoundBackend  # noqa: F401  (the recorder is what gets bound)
 from attn_core.context import Context, StepMetadata

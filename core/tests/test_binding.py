@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from attn_core import hookimpl
 from attn_core.batch import AttentionBatch, DraftSteps, KvAddress, Segment
 from attn_core.binding import BoundBackend, adapt, bind_backend

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from attn_core.cache import Request
 from attn_core.errors import CacheError, OutOfPages
 from attn_core.store import default_gather
 from cache_world import small, snapshot, two_pools
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 PICK = st.integers(0, 30)
 TOKENS = st.one_of(st.integers(0, 9), st.lists(st.integers(0, 1), max_size=5))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from attn_core.testing import cases_words as words
 from attn_core.testing.cases import MARKS, main, run_entry
 from attn_core.testing.cases_expect import CHECKS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from toy_plugins import Site, site
 
 __all__ = ["site"]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from attn_core import cli
 from attn_core.cli import COMMANDS, LazyGroup, exit_status, run
 from attn_core.errors import BindError, ModelError, PlanError, PlatformError, UsageError

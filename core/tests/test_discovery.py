@@ -7,8 +7,9 @@ import sys
 import threading
 from pathlib import Path
 
-import attn_core
 import pytest
+
+import attn_core
 from attn_core.availability import Availability
 from attn_core.discovery import Registry, State, discover
 from attn_core.errors import PluginError, UsageError

@@ -8,8 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import attn_core
 import pytest
+
+import attn_core
 from attn_core.discovery import Cause, PluginProblem, Registry, State, discover
 from attn_core.errors import AttnError, BindError, PluginError, UsageError
 from attn_core.platform import parse_platform

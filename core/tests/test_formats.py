@@ -10,12 +10,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from attn_core import formats
 from attn_core.errors import BindError, UsageError
 from attn_core.formats import dequantize, quantize, torch_dtype
 from attn_core.layers import Scale
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 # --- the slow definition: exponent bits, mantissa bits, bias; magnitudes by code ------------------------------------------
 LAYOUT = {"fp8_e4m3": (4, 3, 7), "fp8_e5m2": (5, 2, 15), "fp4": (2, 1, 1)}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from attn_core.batch import AttentionBatch
 from attn_core.cache import PagedKVCache
 from attn_core.context import GraphLimits

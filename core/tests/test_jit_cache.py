@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from attn_core import jit_cache
 from attn_core.errors import JitError, UsageError
 from attn_core.jit_cache import JitCache, cache_directory

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from attn_core.batch import AttentionBatch, Part, Segment
 from attn_core.errors import AttnError
 from attn_core.geometry import MhaGeometry

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+
 from attn_core.manifest import Manifest
 from attn_core.testing.cells import FAILED, PASSED, CellResult
 from attn_core.testing.reference_backend import ReferenceBackend, load_manifest

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+
 from attn_core.errors import UsageError
 from attn_core.geometry import MhaGeometry
 from attn_core.testing.bench import Bench

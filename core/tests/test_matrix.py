@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from attn_core.manifest import Manifest, parse_manifest
 from attn_core.matrix import CellDifference, compare_matrix, published_cells, published_matrix, support_matrix
 

@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attn_core.errors import BatchError
-from attn_core.merge import apply_sinks, log2_to_ln, mask_empty, merge_many, merge_states, token_major
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from attn_core.errors import BatchError
+from attn_core.merge import apply_sinks, log2_to_ln, mask_empty, merge_many, merge_states, token_major
 
 
 def attend(q, k, v, scale, keep=None):

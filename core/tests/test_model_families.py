@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+
 from attn_core.errors import ModelError
 from attn_core.geometry import GdnGeometry, LayerGroup, MhaGeometry, MlaGeometry, Model
 from attn_core.model import parse_model

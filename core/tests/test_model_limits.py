@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+
 from attn_core.model import describe, kv_bytes_per_token, parse_model, state_bytes, state_shapes
 
 NAMED = [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from attn_core.errors import ModelError
 from attn_core.geometry import DsaGeometry, GdnGeometry, MhaGeometry, MlaGeometry, Model
 from attn_core.model import (

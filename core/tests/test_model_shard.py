@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from attn_core.errors import ModelError
 from attn_core.geometry import GdnGeometry, MhaGeometry, MlaGeometry
 from attn_core.model import kv_bytes_per_token, parse_model, state_bytes
-from hypothesis import given
-from hypothesis import strategies as st
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16, 32])
 

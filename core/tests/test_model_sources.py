@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from attn_core.errors import ModelError
 from attn_core.geometry import MhaGeometry, MlaGeometry
 from attn_core.model import describe, parse_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 2, "num_key_value_heads": 2}
 

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+
 from attn_core.errors import ModelError
 from attn_core.geometry import MhaGeometry, Model
 from attn_core.model import describe, parse_model

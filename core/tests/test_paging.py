@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from attn_core.batch import AttentionBatch, Checkpoints, KvAddress, Segment, StateAddress, Tree
 from attn_core.errors import BatchError
 from attn_core.paging import (
@@ -16,8 +19,6 @@ from attn_core.paging import (
     refresh_views,
     slice_batch,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def slots_of(address: KvAddress, row: int) -> list[int]:

@@ -8,6 +8,9 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from attn_core.errors import PlanError, UsageError
 from attn_core.geometry import Model
 from attn_core.manifest import Manifest
@@ -15,8 +18,6 @@ from attn_core.options import Options
 from attn_core.plan import Plan, load_plan
 from attn_core.planner import solve_plan
 from attn_core.platform import parse_platform
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from toys import hybrid_model, mha_model, mixed_model, mla_model, toy
 
 ARCHS = ["sm75", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121"]

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from attn_core.availability import Availability
 from attn_core.errors import ManifestError, PlanError
 from attn_core.explain import as_html, as_text, as_tree, decisions
@@ -22,8 +25,6 @@ from attn_core.planner import solve_plan
 from attn_core.planner.routes import warmup_routes
 from attn_core.platform import parse_platform
 from attn_core.predicate import compile_when
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_planner import plan, served
 from toys import hybrid_model, mha_model, mixed_model, mla_model, toy
 

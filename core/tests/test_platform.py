@@ -8,10 +8,10 @@ import pickle
 from pathlib import Path
 
 import pytest
-from attn_core.platform import _detect, _nvml
-from attn_core.platform._detect import Machine, detect
+
 from attn_core.errors import PlatformError
-from attn_core.platform import LDS_BYTES, Platform, detect_platform, parse_platform
+from attn_core.platform import LDS_BYTES, Platform, _detect, _nvml, detect_platform, parse_platform
+from attn_core.platform._detect import Machine, detect
 
 # --- descriptions -------------------------------------------------------------------------------------------------------
 

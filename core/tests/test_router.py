@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from attn_core.batch import AttentionBatch, DraftSteps, Segment
 from attn_core.context import GraphLimits
 from attn_core.discovery import Registry
@@ -439,8 +440,8 @@ def test_bind_checks_dtypes_pages_indices_and_sharing() -> None:
 
     refuse("holds torch.float16", [MhaLayer(0, group)], [replace_planes(good, lambda x: x.half())])
     refuse("the group has layers", [MhaLayer(77, group)], [good])
-    refuse("given twice", [MhaLayer(0, group), MhaLayer(0, group)], [good, cache_for(group.geometry)])
-    refuse("were given one cache", [MhaLayer(0, group), MhaLayer(1, group)], [good, good])
+    twice = MhaLayer(0, group)
+    refuse("given twice", [twice, twice], [good, cache_for(group.geometry)])
     refuse("k_scale has 7 values", [MhaLayer(0, group, k_scale=Scale(torch.ones(7)))], [good])
 
 

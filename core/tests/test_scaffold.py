@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from attn_core import scaffold
 from attn_core.cli import run
 from attn_core.errors import UsageError

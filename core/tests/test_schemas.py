@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
+
 from attn_core import schemas
 from attn_core.cli import run
 from attn_core.errors import ManifestError, PlanError
@@ -15,7 +17,6 @@ from attn_core.manifest import load_toml, parse_manifests
 from attn_core.options import Options
 from attn_core.planner import solve_plan
 from attn_core.platform import parse_platform
-from jsonschema import Draft202012Validator
 from toy_plugins import Site, manifest_text, site
 from toys import mha_model, toy
 

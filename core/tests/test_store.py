@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from attn_core import store
 from attn_core.batch import KvAddress, Part
 from attn_core.errors import BatchError, BindError

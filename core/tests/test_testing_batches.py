@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+
 from attn_core.geometry import MhaGeometry
 from attn_core.testing import oracle_mha
 from attn_core.testing.batches import build, make_case
@@ -13,7 +15,6 @@ from attn_core.testing.harness import BackendUnderTest
 from attn_core.testing.spec import CaseSpec
 from attn_core.testing.strategies import case_specs
 from attn_core.testing.trees import build_tree, depths
-from hypothesis import HealthCheck, given, settings
 
 GEOMETRY = MhaGeometry(4, 2, 16, 8, 0.3)
 
@@ -83,6 +84,12 @@ def test_shared_pages_are_those_of_row_zero() -> None:
     assert rows[0][:8] == rows[1][:8]
     assert not set(rows[0][8:]) & set(rows[1][8:])
     assert not set(rows[2]) & set(rows[0])
+
+
+def test_rows_with_fewer_keys_than_queries_own_just_their_pages() -> None:
+    geometry = MhaGeometry(4, 2, 16, 8, 0.3, causal=False)
+    case = make_case(geometry, "prefill", query_lens=(5, 5, 5), kv_lens=(2, 3, 7), page_size=1, store=False, shared=1)
+    assert case.cache.k.shape[0] == 1 + 12 + case.spec.spare_pages
 
 
 def test_guards_see_a_single_byte() -> None:

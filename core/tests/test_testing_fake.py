@@ -10,6 +10,7 @@ from base64 import urlsafe_b64encode
 from pathlib import Path
 
 import pytest
+
 from attn_core.binding import bind_backend
 from attn_core.errors import ManifestError
 from attn_core.geometry import MhaGeometry

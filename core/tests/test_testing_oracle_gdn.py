@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+
 from attn_core.batch import AttentionBatch, Checkpoints, Segment, StateAddress
 from attn_core.geometry import GdnGeometry, LayerGroup
 from attn_core.layers import GdnCache, GdnInputs, GdnLayer

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+
 from attn_core.geometry import MhaGeometry
 from attn_core.testing import oracle_mha, oracle_mm
 from attn_core.testing.batches import build, make_case

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from attn_core.batch import AttentionBatch, KvAddress, Segment
 from attn_core.geometry import DsaGeometry, LayerGroup, MlaGeometry
 from attn_core.layers import DsaLayer, IndexCache, IndexInputs, MlaCache, MlaInputs, MlaLayer, Scale

@@ -6,8 +6,9 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 
-import attn_core
 import pytest
+
+import attn_core
 from attn_core.discovery import check_workers, discover, verify_plan
 from attn_core.errors import WorkerMismatch
 from attn_core.geometry import LayerGroup, MhaGeometry

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import attn_core
 import importlib_metadata
 import pytest
+from packaging.requirements import Requirement
+
+import attn_core
 from attn_core import discovery
 from attn_core.discovery import _problems
-from packaging.requirements import Requirement
 
 #: A plugin that works; its backend answers what an MHA backend must.
 GOOD_CODE = """

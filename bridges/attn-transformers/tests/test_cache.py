@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from attn_core.errors import BatchError, CacheError, OutOfPages
 from attn_transformers import load
 

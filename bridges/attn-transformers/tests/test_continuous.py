@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_models import PROMPTS, alone, make
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
+
 from attn_core.errors import UsageError
 from attn_transformers import continuous_batching
 from attn_transformers.pool_step import PoolSource, build_step, must_stage
-from tiny_models import PROMPTS, alone, make
-from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
 NEW = 10
 

@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
+from tiny_models import make, padded
+
 from attn_core.errors import PlanError, UsageError
 from attn_transformers import demo, smollm2
 from attn_transformers.cli import demo as command
 from attn_transformers.cli import read_prompts
 from attn_transformers.demo_report import compare
-from click.testing import CliRunner
-from tiny_models import make, padded
 
 FIELDS = {"prompts", "tokens", "identical", "calls", "plan"}
 

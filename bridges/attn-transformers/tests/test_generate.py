@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attn_transformers import load
 from tiny_models import PROMPTS, alone, make, padded, together
+
+from attn_transformers import load
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama4", "mistral", "qwen2", "gemma2", "gpt_oss"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_models import make
+from transformers import AttentionInterface, AttentionMaskInterface
+
 from attn_core.errors import BatchError, BindError, PlanError, UsageError
 from attn_transformers import load, register
 from attn_transformers.interface import attn_core_attention, attn_core_mask
-from tiny_models import make
-from transformers import AttentionInterface, AttentionMaskInterface
 
 IDS = torch.tensor([[7, 11, 13, 17, 19]])
 

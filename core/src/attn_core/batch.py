@@ -139,7 +139,9 @@ class AttentionBatch:
     tree: Tree | None = None
     spans: torch.Tensor | None = None  #: i32[n, 3] (row, start, end) bidirectional spans, end exclusive
     lane: int = 0
-    static: bool = False  #: tensors are replayed by a graph: views have the sizes of the bounds and are rewritten in place
+    static: bool = (
+        False  #: tensors are replayed by a graph: views have the sizes of the bounds and are rewritten in place
+    )
     needs_lse: bool = False  #: set by the router: this step's attend calls must return an LSE
     partial: bool = False  #: set by the router: leave sinks out, results will be merged
     _views: dict[Any, Any] = field(default_factory=dict, repr=False)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from attn_core.testing.reference_mla import MlaReference
 
+from attn_core.testing.reference_mla import MlaReference
 from kit_faults._registry import fault
 
 T = torch.Tensor

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from attn_core.testing.reference_backend import ReferenceBackend
 from attn_core.testing.reference_plain import fetch
-
 from kit_faults._registry import fault
 
 T = torch.Tensor

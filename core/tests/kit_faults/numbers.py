@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from attn_core.layers import Scale
 from attn_core.testing.reference_backend import ReferenceBackend
-
 from kit_faults._registry import fault
 
 T = torch.Tensor

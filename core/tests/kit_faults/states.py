@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attn_core.testing.reference_gdn import GdnReference
 
+from attn_core.testing.reference_gdn import GdnReference
 from kit_faults._registry import fault
 
 T = torch.Tensor

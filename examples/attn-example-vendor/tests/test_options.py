@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import attn_core
 import pytest
 import torch
+
+import attn_core
 from attn_core.cache import PagedKVCache
 from attn_core.layers import MhaInputs, MhaLayer
 

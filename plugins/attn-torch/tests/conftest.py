@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
 from attn_core.testing import oracle_mha
 from attn_core.testing.batches import build
 from attn_core.testing.compare import compare_lse, compare_out, tolerance
@@ -13,8 +16,6 @@ from attn_core.testing.elements import torch_dtype
 from attn_core.testing.harness import BackendUnderTest, Result
 from attn_core.testing.spec import Case, CaseSpec
 from attn_core.testing.strategies import case_specs
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 
 Judge = Callable[..., None]
 

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
 from attn_core.errors import BatchError
 from attn_core.geometry import MhaGeometry
 from attn_core.testing.batches import build
@@ -17,9 +21,6 @@ from attn_core.testing.spec import CaseSpec
 from attn_torch import flex as flex_module
 from attn_torch import forms
 from attn_torch.flexplan import FlexCall
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 PLAIN = MhaGeometry(4, 2, 64, 64, 0.125)
 TYPES = (
@@ -28,7 +29,7 @@ TYPES = (
 )  # fmt: skip
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_uncompiled(flex: BackendUnderTest, judge: Any, specs: Any, data: st.DataObject) -> None:
     judge(flex, data.draw(specs(dtypes=TYPES)), "eager")
@@ -90,7 +91,7 @@ class _Honest:
         return spread[:, : key.queries, : key.keys]
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_plan_of_compiled_calls(flex: BackendUnderTest, judge: Any, specs: Any, data: st.DataObject) -> None:
     spec = data.draw(specs(dtypes=TYPES, sinks=False, lse=False, page_sizes=(1, 4, 16)))

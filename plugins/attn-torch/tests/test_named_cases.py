@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from attn_core.context import Context
 from attn_core.errors import BatchError
 from attn_core.geometry import LayerGroup, MhaGeometry

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import attn_torch.native as native_module
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+
+import attn_torch.native as native_module
 from attn_core.context import Context
 from attn_core.errors import BindError
 from attn_core.geometry import LayerGroup, MhaGeometry
@@ -21,8 +23,7 @@ from attn_torch import engines
 from attn_torch.native import NativeMetadata, TorchNative
 from attn_torch.reader import split_pages
 from attn_torch.rules import StepLengths
-from attn_torch.units import Sizes, _width_classes
-from torch.overrides import TorchFunctionMode
+from attn_torch.units import Sizes, width_classes
 
 PLAIN = MhaGeometry(8, 2, 64, 64, 0.125)
 
@@ -56,7 +57,7 @@ def test_decode_is_a_handful_of_calls_whatever_the_batch(
 @pytest.mark.parametrize(("page_size", "smallest"), [(1, 32), (16, 32), (16, 256), (48, 64), (256, 32), (1024, 128)])
 def test_a_tail_is_rounded_up_by_little(page_size: int, smallest: int) -> None:
     chunk = max(1, 2048 // page_size)
-    widths = _width_classes(chunk, smallest, page_size).tolist()
+    widths = width_classes(chunk, smallest, page_size).tolist()
     for pages, width in enumerate(widths):
         assert pages <= width <= chunk
         tokens, wide = pages * page_size, width * page_size

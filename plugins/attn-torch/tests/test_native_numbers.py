@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import attn_torch.native as native_module
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_torch.native as native_module
 from attn_core.geometry import MhaGeometry
 from attn_core.testing.harness import BackendUnderTest
 from attn_core.testing.spec import CaseSpec
 from attn_torch import engines
 from attn_torch.rules import StepLengths
 from attn_torch.units import Sizes
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TYPES = [
     ("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16"),
@@ -63,6 +64,15 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @given(data=st.data())
 def test_any_step(native: BackendUnderTest, judge: Any, specs: Any, data: st.DataObject) -> None:
     judge(native, data.draw(specs()))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("rule", [{}, {"window": 3}, {"window": 7}, {"chunk": 4}], ids=str)
+def test_trees_count_tree_positions(native: BackendUnderTest, judge: Any, rule: dict[str, int]) -> None:
+    """Shallow trees: the last drafts stand at positions far below their numbers."""
+    trees = ((-1, 0, 0, 0, 0, 0), (-1, -1, 0, 0, 1, 1), (-1, 0, 1, 2, 3, 4))
+    spec = CaseSpec(MhaGeometry(2, 1, 16, 16, 0.25, **rule), "verify", (6,) * 3, (15, 22, 6), parents=trees)
+    judge(native, spec.but(needs_lse=True))
 
 
 @pytest.mark.parametrize("types", TYPES, ids="/".join)
@@ -126,6 +136,7 @@ def test_long_contexts_take_several_units_and_key_blocks(native: BackendUnderTes
 def test_trimmed_pools(native: BackendUnderTest, kv_dtype: str) -> None:
     """Column 0 of a trimmed pool is at a position of its own; what lies before it is gone."""
     import torch
+
     from attn_core.testing import oracle_mha
     from attn_core.testing.batches import build
     from attn_core.testing.compare import compare_out

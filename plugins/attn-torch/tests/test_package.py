@@ -9,9 +9,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import attn_torch
 import pytest
 import torch
+
+import attn_torch
 from attn_core.context import Context
 from attn_core.errors import ManifestError
 from attn_core.geometry import LayerGroup, MhaGeometry

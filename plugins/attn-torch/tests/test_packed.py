@@ -6,6 +6,9 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from attn_core.batch import AttentionBatch, Part, Segment
 from attn_core.context import Context
 from attn_core.errors import BatchError
@@ -17,8 +20,6 @@ from attn_core.testing.elements import dtype_name
 from attn_torch import engines, packed
 from attn_torch.native import TorchNative
 from attn_torch.vision import TorchVision
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 Lengths = list[tuple[int, int]]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import attn_triton
 import pytest
+
+import attn_triton
 from attn_core.manifest import load_toml, parse_manifests
 from attn_core.platform import parse_platform
 

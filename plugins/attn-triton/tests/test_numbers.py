@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import attn_triton
 import pytest
 import torch
+
+import attn_triton
 from attn_core.geometry import MhaGeometry
 from attn_core.testing.batches import make_case
 from attn_core.testing.compare import compare_lse, compare_out, tolerance
@@ -94,7 +95,7 @@ def test_fp32_is_fp32():
 @pytest.mark.parametrize("kv", ["fp8_e4m3", "fp8_e5m2", "fp4"])
 def test_narrow_caches_are_stored_and_read(kv, phase):
     lens = {"kv_lens": (3, 40)} if phase == "decode" else {"query_lens": (3, 9), "kv_lens": (3, 40)}
-    examine(geometry(), phase, dtype="fp16", kv_dtype=kv, k_scale=(0.5, 2.0), v_scale=1.5, page_size=16, **lens)
+    examine(geometry(v=32), phase, dtype="fp16", kv_dtype=kv, k_scale=(0.5, 2.0), v_scale=1.5, page_size=16, **lens)
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+
 from attn_core.errors import UsageError
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
 from attn_core.errors import BindError, PlanError
 from attn_core.geometry import MhaGeometry
 from attn_core.layers import MhaLayer
 from attn_core.plan import Plan
-from torch import nn
 
 #: Names under which attention modules keep their learned sinks.
 _SINKS = ("sinks", "attention_sink_bias", "sink")

@@ -6,9 +6,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attn_core.errors import CacheError
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from attn_core.errors import CacheError
 from attn_transformers.sequences import Sequences
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
 from attn_core.errors import BatchError, BindError
 from attn_core.layers import MhaLayer
 

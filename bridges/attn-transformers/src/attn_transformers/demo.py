@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attn_core.errors import UsageError
-
 from attn_transformers import smollm2
 from attn_transformers.demo_report import DemoReport, PromptResult, Screen, compare
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attn_core.plan import Plan
-
     from attn_transformers.runtime import AttnModel
 
 PROMPTS = (

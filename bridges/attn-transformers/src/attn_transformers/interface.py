@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from attn_core.errors import BatchError, BindError, UsageError
 from torch import nn
+
+from attn_core.errors import BatchError, BindError, UsageError
 
 #: The default name in ``attn_implementation=…``.
 NAME = "attn_core"

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+
 from attn_core.errors import AttnError, BatchError, UsageError
 from attn_core.layers import MhaCache, MhaInputs, MhaLayer
 from attn_core.plan import Plan
 from attn_core.router import Router
-from torch import nn
-
 from attn_transformers._compat import pool_layer
 from attn_transformers.binding import attention_modules, make_layers, make_plan
 from attn_transformers.checks import check_call

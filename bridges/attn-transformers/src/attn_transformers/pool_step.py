@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+
 from attn_core.batch import AttentionBatch, KvAddress, Segment
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from attn_core.errors import BatchError
 
+from attn_core.errors import BatchError
 from attn_transformers.checks import check_mask
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+
 from attn_core.cache import PagedKVCache
 from attn_core.errors import BatchError, BindError, UsageError
 from attn_core.layers import MhaLayer, Scale
 from attn_core.router import Router
-from torch import nn
-
 from attn_transformers._compat import cache_argument
 from attn_transformers.binding import attention_modules, make_layers, make_plan, text_config
 from attn_transformers.checks import Signature, check_call, signature
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attn_core.plan import Plan
-
     from attn_transformers.cache import AttnCache
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from attn_core.cache import PagedKVCache, Request
 from attn_core.errors import BatchError, CacheError, OutOfPages
 from attn_core.layers import MhaInputs, MhaLayer
-from attn_core.router import Router
-from attn_core.router import Step
-
+from attn_core.router import Router, Step
 from attn_transformers.rows import NewTokens, new_tokens
 
 

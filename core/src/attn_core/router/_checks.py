@@ -35,21 +35,16 @@ def check_layers(
     """
     if len(layers) != len(caches):
         raise BindError(f"{len(layers)} layers and {len(caches)} caches")
-    owners = {(x.group.model, x.index, x.group.name): cache for x, cache in zip(layers, caches, strict=True)}
-    if len(owners) != len(layers):
+    if len({id(layer) for layer in layers}) != len(layers):
         raise BindError("a layer is given twice")
+    owners = {(x.group.model, x.index, x.group.name): cache for x, cache in zip(layers, caches, strict=True)}
     found: list[tuple[Layer, int, Cache | None]] = []
-    used: dict[int, Layer] = {}
     for layer, given in zip(layers, caches, strict=True):
         number = names.get((layer.group.model, layer.group.name))
         if number is None or not groups[number].backends:
             raise BindError(f"layer {layer.index}: the plan serves no group {layer.group.model}/{layer.group.name}")
         owner = getattr(layer, "kv_from", None)
         cache = given if owner is None else _owner_cache(layer, owner, owners)
-        if owner is None and cache is not None and used.setdefault(id(cache), layer) is not layer:
-            raise BindError(
-                f"layers {used[id(cache)].index} and {layer.index} were given one cache; kv_from shares one"
-            )
         pool_number = groups[number].pool
         check_layer(layer, cache, groups[number].plan, plan.pools[pool_number] if pool_number is not None else None)
         found.append((layer, number, cache))

@@ -28,9 +28,8 @@ def lay_out(spec: CaseSpec) -> PageWorld:
     if any(prefix < 0 for prefix in prefixes) and spec.geometry.causal:
         raise ValueError(f"a row has more queries than keys: {spec.query_lens} of {spec.kv_lens}")
     needs = [-(-length // size) for length in spec.kv_lens]
-    shared = [
-        0 if r == 0 else min(spec.shared, prefixes[0] // size, max(prefixes[r], 0) // size) for r in range(len(needs))
-    ]
+    whole = [max(prefix, 0) // size for prefix in prefixes]  # pages of prefix that a row can share
+    shared = [0 if r == 0 else min(spec.shared, whole[0], whole[r]) for r in range(len(needs))]
     total = sum(need - kept for need, kept in zip(needs, shared, strict=True))
     count = 1 + total + spec.spare_pages
     order = (torch.randperm(count - 1, generator=generator) + 1).tolist()

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+
 from attn_core import (
     AttentionBatch,
     BindError,
@@ -20,7 +21,6 @@ from attn_core import (
     StepMetadata,
     hookimpl,
 )
-
 from attn_example_vendor.streaming import Softmax, read_block
 
 #: Rows and queries that are served together: they bound the memory of one block.

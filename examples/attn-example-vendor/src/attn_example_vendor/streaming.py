@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
 from attn_core import MhaCache
 
 

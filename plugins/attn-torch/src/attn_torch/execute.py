@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from attn_core.layers import MhaCache
 from torch.nn import functional
 
+from attn_core.layers import MhaCache
 from attn_torch.engines import Engine
 from attn_torch.longrows import LongRow, Piece
 from attn_torch.merging import Results, Running, merge_units

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+
 from attn_core.batch import AttentionBatch
 from attn_core.context import Context, GraphState, StepMetadata
 from attn_core.errors import BatchError
 from attn_core.geometry import LayerGroup, MhaGeometry
 from attn_core.hookspecs import hookimpl
 from attn_core.layers import MhaCache, MhaInputs, MhaLayer, Scale
-
 from attn_torch.execute import write
 from attn_torch.flexplan import FlexCall, plan_calls
 from attn_torch.forms import FormKey, Modify, eager, form

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attn_core.batch import KvAddress
 from torch.nn.attention.flex_attention import BlockMask
 
+from attn_core.batch import KvAddress
 from attn_torch.forms import BLOCK, bucket, query_bucket
 from attn_torch.rules import Rules, StepLengths, visible
 from attn_torch.units import Targets, as_slice, look_up

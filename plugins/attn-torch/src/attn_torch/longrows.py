@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from attn_core.batch import KvAddress
 
+from attn_core.batch import KvAddress
 from attn_torch.engines import Mask
 from attn_torch.reader import Block
 from attn_torch.rules import Rules, StepLengths, visible

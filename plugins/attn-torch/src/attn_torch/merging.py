@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+
 from attn_core.layers import MhaLayer
 
 

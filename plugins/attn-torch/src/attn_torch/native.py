@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+
 from attn_core.batch import AttentionBatch, KvAddress, Part
 from attn_core.context import Context, GraphState, StepMetadata
 from attn_core.errors import BatchError
 from attn_core.geometry import LayerGroup, MhaGeometry
 from attn_core.hookspecs import hookimpl
 from attn_core.layers import MhaCache, MhaInputs, MhaLayer, Scale
-
 from attn_torch.engines import choose, flash_cpu
 from attn_torch.execute import Call, part_bytes, run_long_row, run_units
 from attn_torch.longrows import Budget, LongRow, plan_long_row
@@ -30,8 +30,9 @@ SHORT = 64
 #: Keys of a unit on a CPU with at most as many threads as KV heads, and with more (then a row must feed many threads).
 CHUNK = 2048
 CHUNK_MANY_THREADS = 512
-#: Bytes of keys and values that are read before they are used: small enough to stay in the cache of a core or two.
-TILE_BYTES = 8 << 20
+#: Bytes of keys and values that are read before they are used: they should still be in a cache then. Smaller tiles gain little
+#: and suffer where other programs run, for every tile waits for its slowest thread three times.
+TILE_BYTES = 32 << 20
 #: The same on a device, where only memory limits it.
 DEVICE_TILE_BYTES = 512 << 20
 #: A tail narrower than this many bytes is not worth a shape of its own.

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn import functional
+
 from attn_core.batch import AttentionBatch, Part
 from attn_core.errors import BatchError
 from attn_core.layers import MhaLayer
-from torch.nn import functional
-
 from attn_torch.engines import Engine, Mask, flash_cpu
 from attn_torch.merging import Results, finish
 from attn_torch.rules import Rules

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+
 from attn_core.errors import BindError
 from attn_core.formats import dequantize, dtype_name
 from attn_core.layers import MhaCache

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from attn_core.batch import AttentionBatch, KvAddress, Tree
 from attn_core.geometry import MhaGeometry
 
@@ -135,10 +136,10 @@ def visible(
     """
     kv_len, query_len = step.kv_len[rows], step.query_len[rows]
     prefix = (kv_len - query_len)[:, None]
-    number = torch.minimum(query[None, :], (query_len - 1).clamp(min=0)[:, None])
     exists = key < kv_len[:, None]
     if step.origin is not None:
         exists &= key >= step.origin[rows][:, None]
+    number = torch.minimum(query[None, :], (query_len - 1).clamp(min=0)[:, None])
     if step.tree is not None:
         return _visible_in_tree(rules, step.tree, rows, number, key, prefix) & exists[:, None, :]
     position = prefix + number

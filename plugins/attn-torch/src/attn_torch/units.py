@@ -10,12 +10,13 @@ Letters: U units, n units of a tile, W keys of a unit, S query tokens of a row, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 
 import torch
-from attn_core.batch import KvAddress
 
+from attn_core.batch import KvAddress
 from attn_torch.engines import Mask
 from attn_torch.reader import Block
 from attn_torch.rules import Rules, StepLengths, visible
@@ -114,20 +115,26 @@ def plan_units(
     `step` has the lengths on the host, `device_step` the same on the device.
     """
     units = _cut(step, rows, rules, address.page_size, sizes)
-    device = address.kv_lens.device
+    device, count, whole = address.kv_lens.device, units.row.numel(), int(units.sole.sum())
+    tokens = _query_tokens(step, units.row, queries)
+    plan = UnitPlan(
+        queries, count, whole, [], tokens.flatten().to(device, non_blocking=True), as_slice(tokens.flatten())
+    )
+    tile_of = _TileMaker(device_step, address, queries, rules, ratio)
     row, page = units.row.to(device, non_blocking=True), units.page.to(device, non_blocking=True)
-    whole = int(units.sole.sum())
-    tiles = []
-    for first, last in _runs(units, sizes, address.page_size):
-        width, masked = int(units.pages[first]), bool(units.masked[first])
-        tile = _tile(
-            device_step, address, first, row[first:last], page[first:last], width, masked, queries, rules, ratio
-        )
-        if first < whole:
-            tile.targets = _targets(step, units.row[first:last], queries, device)
-        tiles.append(tile)
-    plan = UnitPlan(queries, row.numel(), whole, tiles, *_query_tokens(device_step, row, queries))
-    if whole < row.numel():
+    firsts = tokens[:, 0].tolist() if bool((step.query_len[rows] == queries).all()) else None
+    for first, last, width, masked in _runs(units):
+        part = tile_of.part(row[first:last], page[first:last], width, masked)
+        most = 1 if sizes.one_by_one else max(1, sizes.tile // (width * address.page_size))
+        for at in range(first, last, most):
+            end = min(at + most, last)
+            tile = tile_of(part, at, slice(at - first, end - first))
+            if first < whole and firsts is not None:
+                tile.targets = _even_targets(plan.tokens, firsts, at, end, queries)
+            elif first < whole:
+                tile.targets = _targets(step, units.row[at:end], queries, device)
+            plan.tiles.append(tile)
+    if whole < count:
         _plan_merge(plan, step, units.row[whole:], device)
     return plan
 
@@ -147,16 +154,18 @@ def plan_bounded(
     if rules.window is not None:
         longest = min(longest, rules.window + queries - 1 + size)
     width = -(-longest // size)
-    row = torch.arange(rows, device=device)
     tokens = torch.arange(rows * queries, device=device)
-    most, tiles = max(1, sizes.tile // (width * size)), []
+    plan = UnitPlan(queries, rows, rows, [], tokens, slice(0, rows * queries))
+    tile_of = _TileMaker(device_step, address, queries, rules, ratio)
+    most = max(1, sizes.tile // (width * size))
     for at in range(0, rows, most):
         end = min(at + most, rows)
-        tile = _tile(device_step, address, at, row[at:end], page[at:end], width, True, queries, rules, ratio)
+        part = tile_of.part(torch.arange(at, end, device=device), page[at:end], width, True)
+        tile = tile_of(part, at, slice(0, end - at))
         out = slice(at * queries, end * queries)
         tile.targets = Targets(tokens[out], None, out)
-        tiles.append(tile)
-    return UnitPlan(queries, rows, rows, tiles, tokens, slice(0, rows * queries))
+        plan.tiles.append(tile)
+    return plan
 
 
 # --- cutting -------------------------------------------------------------------------------------------------------------
@@ -172,11 +181,13 @@ def _cut(step: StepLengths, rows: torch.Tensor, rules: Rules, page_size: int, si
     pages = torch.where(low < kv_len, (kv_len - origin + page_size - 1) // page_size - first, 0)
     chunk = sizes.chunk_pages(page_size, max(1, int(pages.max())))
     parts = (pages + chunk - 1) // chunk
-    owner = torch.repeat_interleave(torch.arange(rows.numel()), parts)
-    number = torch.arange(owner.numel()) - (parts.cumsum(0) - parts)[owner]
+    ends = parts.cumsum(0)
+    unit = torch.arange(int(ends[-1]))
+    owner = torch.searchsorted(ends, unit, right=True)  # repeat_interleave starts threads for it
+    number = unit - (ends - parts)[owner]
     page = first[owner] + number * chunk
-    have = torch.minimum(pages[owner] - number * chunk, torch.tensor(chunk))
-    width = _width_classes(chunk, sizes.smallest, page_size)[have]
+    have = (pages[owner] - number * chunk).clamp(max=chunk)
+    width = width_classes(chunk, sizes.smallest, page_size)[have]
     start, end = origin[owner] + page * page_size, origin[owner] + (page + width) * page_size - 1
     position = (kv_len - query_len)[owner]
     sees = rules.sees_all(position, kv_len[owner] - 1, start, end)
@@ -189,7 +200,8 @@ def _cut(step: StepLengths, rows: torch.Tensor, rules: Rules, page_size: int, si
     return _Units(row[order], page[order], width[order], masked[order], sole[order])
 
 
-def _width_classes(chunk: int, smallest: int, page_size: int) -> torch.Tensor:
+@lru_cache(maxsize=64)
+def width_classes(chunk: int, smallest: int, page_size: int) -> torch.Tensor:
     """i64[chunk + 1]: the width in pages that a unit of so many pages is given: powers of two, then multiples of STEP."""
     widths, width, step = [], max(1, smallest // page_size), max(1, STEP // page_size)
     for pages in range(chunk + 1):
@@ -205,49 +217,69 @@ def _order(owner: torch.Tensor, width: torch.Tensor, masked: torch.Tensor, sole:
     return torch.argsort(rank * (int(width.max()) + 1) + width, stable=True)
 
 
-def _runs(units: _Units, sizes: Sizes, page_size: int) -> Iterator[tuple[int, int]]:
-    """Ranges of units that make one tile."""
-    columns = torch.stack([units.sole.long(), units.masked.long(), units.pages])
-    counts = torch.unique_consecutive(columns, dim=1, return_counts=True)[1].tolist()
-    first = 0
-    for count in counts:
-        keys = int(units.pages[first]) * page_size
-        most = 1 if sizes.one_by_one else max(1, sizes.tile // keys)
-        for at in range(first, first + count, most):
-            yield at, min(at + most, first + count)
-        first += count
+def _runs(units: _Units) -> list[tuple[int, int, int, bool]]:
+    """(first, last, width in pages, masked) of units that share a shape; ``last`` is exclusive."""
+    shapes = zip(units.sole.tolist(), units.masked.tolist(), units.pages.tolist(), strict=True)
+    found, first = [], 0
+    for (_, masked, width), members in groupby(shapes):
+        last = first + sum(1 for _ in members)
+        found.append((first, last, width, masked))
+        first = last
+    return found
 
 
 # --- tiles and targets ---------------------------------------------------------------------------------------------------
 
 
-def _tile(
-    step: StepLengths,
-    address: KvAddress,
-    first: int,
-    row: torch.Tensor,
-    page: torch.Tensor,
-    pages: int,
-    masked: bool,
-    queries: int,
-    rules: Rules,
-    ratio: int,
-) -> Tile:
-    """One tile on the device: row i64[n] and first page i64[n] of its units, which are `pages` wide."""
-    size, device = address.page_size, row.device
-    column = page[:, None] + torch.arange(pages, device=device)
-    block = Block(row.numel(), pages * size, look_up(address, row, column).flatten(), None)
-    if not masked:
-        return Tile(first, block, None)
-    key = page[:, None] * size + torch.arange(pages * size, device=device)
-    if step.origin is not None:
-        key = key + step.origin[row][:, None]
-    keep = visible(rules, step, row, torch.arange(queries, device=device), key)
-    unseen = ~keep.any(1).flatten()
-    block.blank = _blank(unseen)
-    if ratio > 1:
-        keep = keep.repeat_interleave(ratio, dim=1)
-    return Tile(first, block, Mask(keep[:, None]))
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Units of one shape, on the device: pages i32[n, w]; keep bool[n, S, W] and unseen bool[n, W] where masked."""
+
+    pages: torch.Tensor
+    width: int
+    keep: torch.Tensor | None
+    unseen: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _TileMaker:
+    """Makes tiles from rows and first pages; everything is computed on the device of the address."""
+
+    step: StepLengths
+    address: KvAddress
+    queries: int
+    rules: Rules
+    ratio: int
+
+    def part(self, row: torch.Tensor, page: torch.Tensor, pages: int, masked: bool) -> _Part:
+        """All units of one shape: row i64[n] and first page i64[n]; they are `pages` wide."""
+        size, device = self.address.page_size, row.device
+        found = look_up(self.address, row, page[:, None] + torch.arange(pages, device=device))
+        if not masked:
+            return _Part(found, pages * size, None, None)
+        key = page[:, None] * size + torch.arange(pages * size, device=device)
+        if self.step.origin is not None:
+            key = key + self.step.origin[row][:, None]
+        keep = self._visible(row, key)
+        unseen = ~(keep[:, 0] if self.queries == 1 else keep.any(1))
+        if self.ratio > 1 and self.queries > 1:  # one query broadcasts over the heads that share its keys
+            keep = keep.repeat_interleave(self.ratio, dim=1)
+        return _Part(found, pages * size, keep, unseen)
+
+    def _visible(self, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """bool[n, S, W]. The only query of a row sees every key that exists, where there are no rules but causality."""
+        step = self.step
+        if self.queries == 1 and self.rules.plain and step.tree is None and step.spans is None:
+            return (key < step.kv_len[row][:, None])[:, None, :]
+        return visible(self.rules, step, row, torch.arange(self.queries, device=key.device), key)
+
+    def __call__(self, part: _Part, first: int, units: slice) -> Tile:
+        """The tile of `units` of a part; `first` is the number of its first unit in the plan."""
+        block = Block(units.stop - units.start, part.width, part.pages[units].flatten(), None)
+        if part.keep is None or part.unseen is None:
+            return Tile(first, block, None)
+        block.blank = _blank(part.unseen[units].flatten())
+        return Tile(first, block, Mask(part.keep[units, None]))
 
 
 def _blank(unseen: torch.Tensor) -> torch.Tensor:
@@ -263,12 +295,19 @@ def look_up(address: KvAddress, row: torch.Tensor, column: torch.Tensor) -> torc
     return address.table[line[:, None], column.clamp(0, width - 1)]
 
 
-def _query_tokens(step: StepLengths, row: torch.Tensor, queries: int) -> tuple[torch.Tensor, slice | None]:
-    """The query tokens of each unit, and the slice that they are if they are one."""
-    number = torch.arange(queries, device=row.device)
-    last = (step.query_len[row] - 1).clamp(min=0)[:, None]
-    tokens = (step.start[row][:, None] + torch.minimum(number[None, :], last)).flatten()
-    return tokens, as_slice(tokens)
+def _query_tokens(step: StepLengths, row: torch.Tensor, queries: int) -> torch.Tensor:
+    """i64[U, S]: the query tokens of each unit, on the host; shorter rows repeat their last one."""
+    start = step.start[row][:, None]
+    if queries == 1:
+        return start
+    return start + torch.minimum(torch.arange(queries)[None, :], step.query_len[row][:, None] - 1)
+
+
+def _even_targets(tokens: torch.Tensor, firsts: list[int], at: int, end: int, queries: int) -> Targets:
+    """Targets of units ``at … end`` (rows in ascending order) that all have exactly `queries` tokens."""
+    first, count = firsts[at], (end - at) * queries
+    consecutive = firsts[end - 1] + queries - first == count
+    return Targets(tokens[at * queries : end * queries], None, slice(first, first + count) if consecutive else None)
 
 
 def _targets(step: StepLengths, row: torch.Tensor, queries: int, device: torch.device) -> Targets:

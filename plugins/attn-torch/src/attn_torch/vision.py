@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from attn_core.batch import AttentionBatch, Part
 from attn_core.context import Context, GraphState, StepMetadata
 from attn_core.errors import BatchError
 from attn_core.geometry import LayerGroup, MhaGeometry
 from attn_core.hookspecs import hookimpl
 from attn_core.layers import MhaLayer
-
 from attn_torch.engines import choose
 from attn_torch.packed import PackedPlan, attend_packed, plan_packed
 from attn_torch.rules import Rules

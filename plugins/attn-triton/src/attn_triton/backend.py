@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+
 from attn_core.context import Context, GraphKey, GraphLimits
 from attn_core.geometry import LayerGroup, MhaGeometry
 from attn_core.hookspecs import hookimpl
 from attn_core.layers import MhaCache, MhaInputs, MhaLayer
-
 from attn_triton.call import Pages, as_bytes, attend, scale_of
 from attn_triton.launch import INVARIANT_SHARE, SHARE_FLOOR, find_launch
 from attn_triton.metadata import (

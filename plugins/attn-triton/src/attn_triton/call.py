@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attn_core.errors import BindError
 
+from attn_core.errors import BindError
 from attn_triton.kernels.elements import raw_exponent
 from attn_triton.metadata import TritonMetadata
 from attn_triton.rules import Rules, power_of_two
@@ -109,7 +109,8 @@ def attend(
     (k, v, kb, vb), strides = pages.arguments
     heads = geometry.kv_heads * tile.head_blocks
     drafts, words = metadata.tree or (1, 1)
-    block_d, block_dv = power_of_two(geometry.qk_dim, 16), power_of_two(geometry.v_dim, 16)
+    least = 32 if kind else 16  # 8-bit kinds multiply even and odd elements apart, at least 16 of each
+    block_d, block_dv = power_of_two(geometry.qk_dim, least), power_of_two(geometry.v_dim, least)
     attention_kernel[(heads, metadata.num_items)](
         q, k, v, kb, vb, out, lse if lse is not None else buffers.part_lse, buffers.part_out, buffers.part_lse,
         buffers.items, buffers.page_ptr, buffers.kv_lens, buffers.origins, buffers.query_offsets,

@@ -141,11 +141,10 @@ def _read_cubin(cubin: bytes) -> tuple[int | None, int | None]:
 
 def compile_everything(arch: str) -> list[dict[str, Any]]:
     """One row for each compiled kernel of the cases below, on `arch`. Raises what the compiler raises."""
+    import attn_triton
     from attn_core.geometry import MhaGeometry
     from attn_core.testing.batches import make_case
     from attn_core.testing.harness import BackendUnderTest
-
-    import attn_triton
     from attn_triton import backend as module
 
     plain, wide = (

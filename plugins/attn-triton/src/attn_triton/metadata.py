@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from attn_core.context import GraphKey, GraphLimits, StepMetadata
 from attn_core.errors import GraphError
-
 from attn_triton.rules import Tile, power_of_two
 
 if TYPE_CHECKING:

@@ -16,10 +16,14 @@ from attn_triton.kernels.elements import pair_column, unpack_fp4, widen_pair
 
 
 @triton.jit
-def _address(start, floor, limit, pages, key_start, PAGED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page and place in it of keys start .. start + BLOCK_N: (i64 scalar or [N], i32[N]). Packed keys are one page."""
+def _address(start, floor, limit, pages, key_start, PAGED: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+             BLOCK_N: tl.constexpr):  # fmt: skip
+    """Page and place in it of keys start .. start + BLOCK_N: (i64 scalar or [N], i32[N]). Packed keys are one page.
+
+    WHOLE: a block lies in one page where the sizes allow it.
+    """
     keys = start + tl.arange(0, BLOCK_N)
-    if PAGED and PAGE % BLOCK_N == 0:
+    if PAGED and WHOLE and PAGE % BLOCK_N == 0:
         page = tl.load(pages + start // PAGE).to(tl.int64)
         place = start % PAGE + tl.arange(0, BLOCK_N)
     elif PAGED:
@@ -111,7 +115,7 @@ def _visit(
     for start in tl.range(first, last, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         live = (keys >= floor) & (keys < last)
-        page, place = _address(start, floor, last, pages, key_start, PAGED, PAGE, BLOCK_N)
+        page, place = _address(start, floor, last, pages, key_start, PAGED, KIND != 3, PAGE, BLOCK_N)
         x = _tile(k, k_blocks, page, place, live, k_strides[0], k_strides[1], k_strides[2], k_strides[3],
                   KIND, DTYPE, PAGED, MASK != 0, BLOCK_N, D, BLOCK_D)  # fmt: skip
         if KIND == 1 or KIND == 2:

@@ -1,0 +1,74 @@
+"""``attn verify KIND/NAME``: the conformance kit; what is declared must be right, what is not must be refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+
+@click.command("verify", help=__doc__)
+@click.argument("backend", metavar="KIND/NAME")
+@click.option("--device", default="cpu", show_default=True, help="torch device to run on")
+@click.option("--quick", is_flag=True, help="one case per declaration, small shapes")
+@click.option("--only", multiple=True, help="only this check (repeatable)")
+@click.option(
+    "--report", "report_path", type=click.Path(dir_okay=False), default=None, help="write the report to this file"
+)
+@click.option("--json", "as_json", is_flag=True, help="print the report as JSON")
+@click.pass_context
+def command(
+    context: click.Context,
+    /,
+    backend: str,
+    device: str,
+    quick: bool,
+    only: tuple[str, ...],
+    report_path: str | None,
+    as_json: bool,
+) -> None:
+    """Run the kit; exit status 1 if a declaration is false."""
+    from attn_core.errors import UsageError
+    from attn_core.testing.report import run_verification
+
+    kind, slash, name = backend.partition("/")
+    if not (slash and kind and name):
+        raise UsageError(
+            f"{backend!r} is not KIND/NAME, such as mha/torch_native", fix="attn list shows what is installed"
+        )
+    shown = sys.stderr.isatty() and not as_json
+    report = run_verification(
+        kind, name, device, quick, report_path, only=only, progress=_progress(backend) if shown else None
+    )
+    if as_json:
+        click.echo(json.dumps(report, indent=1))
+    else:
+        _print(report, report_path)
+    context.exit(1 if report["summary"]["failed"] else 0)
+
+
+def _progress(backend: str) -> Any:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task = bar.add_task(f"verify {backend}", total=None)
+    bar.start()
+
+    def advance(done: int, total: int, result: Any) -> None:
+        bar.update(task, completed=done, total=total)
+        if done == total:
+            bar.stop()
+
+    return advance
+
+
+def _print(report: dict[str, Any], path: str | None) -> None:
+    for failure in report["failures"]:
+        click.echo(failure if isinstance(failure, str) else json.dumps(failure, indent=1))
+    counts = ", ".join(f"{count} {word}" for word, count in report["summary"].items())
+    click.echo(f"{report['backend']} ({report['package']} {report['version']}): {counts}, {report['seconds']:.1f} s")
+    if path:
+        click.echo(f"written to {path}")
