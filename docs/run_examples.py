@@ -100,13 +100,13 @@ def examples() -> str:
     """The page of plans."""
     lines = [
         "# Plans\n",
-        "Written by `python docs/run_examples.py`; every backend whose kernels are only planned counts.\n",
+        "Written by `python docs/run_examples.py`, each plan in a few lines; backends whose kernels are only planned count.\n",
     ]
     for title, model, platforms, flags in PLANS:
         lines.append(f"## {title}\n")
         for platform in platforms:
             command = f"attn plan --model {MODELS}/{model}.json --platform {platform} --allow-planned {flags}".rstrip()
-            lines += ["```console", f"$ {command}", *short(command), "```\n"]
+            lines += ["```text", f"$ {command}", *short(command), "```\n"]
     return "\n".join(lines)
 
 

@@ -29,10 +29,18 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+def slots_only(manifest: Manifest) -> Manifest:
+    variant = manifest.variants[0]
+    row = variant.allow[0]
+    return replace(manifest, variants=(replace(variant, allow=(replace(row, when={**row.when, "page_size": [1]}),)),))
+
+
 def manifest_for(fault: Fault) -> Manifest:
     if fault.kind != "mha":
         return {"gdn": load_gdn_manifest, "mla": load_mla_manifest}[fault.kind]()
     manifest = load_manifest()
+    if fault.check == "trimmed" and fault.ask.page_size == 1:  # of slots alone: larger pages of a pool are split
+        return slots_only(manifest)
     if fault.check == "refuses_bad_inputs":  # is about a feature that is not declared
         row = manifest.variants[0].allow[0]
         bare = replace(row, features=row.features - {"sinks"})

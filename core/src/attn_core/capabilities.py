@@ -31,7 +31,7 @@ FEATURES: Mapping[str, Capability] = _table(
     Capability(
         "sliding_window",
         "A query at absolute position p sees the keys p-window+1 … p; the window counts the query's own position.",
-        tests=("window",),
+        tests=("window", "trimmed"),
     ),
     Capability("window_right", "A query sees up to window_right keys after its own position.", tests=("window_right",)),
     Capability(

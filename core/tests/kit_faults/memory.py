@@ -40,6 +40,31 @@ class ContiguousPages(ReferenceBackend):
         return super().read(replace(cache, k=wide[0], v=wide[1]), layer, metadata, keys)
 
 
+@fault("origin of a trimmed pool ignored", "trimmed")
+class OriginIgnored(ReferenceBackend):
+    def locate(self, metadata: Any, keys: T) -> tuple[T, T]:
+        return super().locate(replace(metadata, origin=None), keys)
+
+
+@fault("origin of a trimmed pool applied twice", "trimmed", "prefill")
+class OriginTwice(ReferenceBackend):
+    def locate(self, metadata: Any, keys: T) -> tuple[T, T]:
+        return super().locate(replace(metadata, origin=2 * metadata.origin), keys)
+
+
+@fault("origin of the first trimmed row used for all rows", "trimmed", page_size=1)
+class OriginOfOneRow(ReferenceBackend):
+    def locate(self, metadata: Any, keys: T) -> tuple[T, T]:
+        return super().locate(replace(metadata, origin=metadata.origin[1:2].expand_as(metadata.origin)), keys)
+
+
+@fault("origin counted in pages of the pool where the kernel's are smaller", "trimmed", "prefill", page_size=1)
+class OriginInPoolPages(ReferenceBackend):
+    def locate(self, metadata: Any, keys: T) -> tuple[T, T]:
+        split = self.context.pool.page_size // metadata.page_size
+        return super().locate(replace(metadata, origin=metadata.origin // split), keys)
+
+
 @fault("row numbers of a server's table ignored", "attend_numbers")
 class TableRowsIgnored(ReferenceBackend):
     def new_metadata(self, batch: Any, phase: str, state: Any) -> Any:

@@ -77,7 +77,7 @@ class _Honest:
             heads = torch.arange(key.q_heads)[None, :, None, None]
             logits = modify(logits, None, heads, None, None)
         logits = logits.masked_fill(~seen[:, None], -math.inf)
-        return torch.softmax(logits, -1).nan_to_num().to(q.dtype).float().matmul(v).to(q.dtype)
+        return torch.softmax(logits, -1).to(q.dtype).float().matmul(v).to(q.dtype)
 
     def blocks_of(self, numbers: Any, indices: Any) -> torch.Tensor:
         """bool[n, L, S] of a list of blocks."""
@@ -109,6 +109,22 @@ def test_plan_of_long_rows(
     geometry = MhaGeometry(2, 1, 16, 16, 0.25, **rule)
     judge(flex, CaseSpec(geometry, "prefill", (140, 3), (300, 130), page_size=page_size), "compiled")
     judge(flex, CaseSpec(geometry, "decode", (1, 1, 1), (300, 130, 1), page_size=page_size), "compiled")
+
+
+@pytest.mark.parametrize("variant", ["eager", "compiled"])
+def test_queries_without_keys(flex: BackendUnderTest, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """Case C75: rows without keys, without queries, and with more queries than keys."""
+    monkeypatch.setattr(flex_module, "form", _Honest)
+    case = build(CaseSpec(PLAIN, "prefill", (0, 1, 3, 4), (5, 1, 3, 4), needs_lse=variant == "eager"))
+    address = case.batch.kv(case.pool_index)
+    address.kv_lens[2], address.kv_lens[3] = 0, 2
+    out, lse = flex.open(case, variant).run(case)
+    assert (out[1:6] == 0).all()
+    assert out.isfinite().all()
+    assert (out[[0, 6, 7]] != 0).all()
+    if lse is not None:
+        assert (lse[1:6] == -math.inf).all()
+        assert lse[[0, 6, 7]].isfinite().all()
 
 
 def test_sizes_are_rounded_to_few_buckets(flex: BackendUnderTest) -> None:

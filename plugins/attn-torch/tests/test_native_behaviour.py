@@ -81,11 +81,10 @@ def test_a_row_is_cut_the_same_in_any_company(native: BackendUnderTest) -> None:
     assert units((5000,)) == units((17, 5000)) == units((2048, 1, 9000, 5000))
 
 
-@pytest.mark.parametrize("mode", ["as it is", "batch_invariant"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("dims", [(64, 64), (72, 72), (80, 48)])
-def test_batch_invariance(native: BackendUnderTest, mode: str, dtype: str, dims: tuple[int, int]) -> None:
-    """A row alone, among others and with padding: the same bits."""
+def test_batch_invariance(native: BackendUnderTest, dtype: str, dims: tuple[int, int]) -> None:
+    """As ``--deterministic`` asks for it: a row alone, among others and with padding has the same bits."""
     rng = random.Random(7)
     for phase, queries in (("decode", 1), ("verify", 3), ("prefill", 70)):
         geometry = MhaGeometry(6, 2, *dims, 0.2)
@@ -93,20 +92,19 @@ def test_batch_invariance(native: BackendUnderTest, mode: str, dtype: str, dims:
         spec = CaseSpec(geometry, phase, (queries,) * 7, lens, dtype=dtype, page_size=16, needs_lse=True)
         whole = build(spec)
         whole.cache = whole.expected
-        out, lse = _run(native, whole, mode)
+        out, lse = _run(native, whole)
         for row in (0, 3, 6):
             for pads in (0, 3):
                 alone = build(spec.but(query_lens=(queries,), kv_lens=(lens[row],), pad_rows=pads, pad_tokens=pads))
                 _borrow(alone, whole, row, queries)
-                ours, our_lse = _run(native, alone, mode)
+                ours, our_lse = _run(native, alone)
                 tokens = slice(row * queries, (row + 1) * queries)
                 assert same_bits(ours[:queries], out[tokens]), (phase, row, pads)
                 assert torch.equal(our_lse[:queries], lse[tokens])
 
 
-def _run(native: BackendUnderTest, case: Case, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    session = native.open(case)
-    session.context.batch_invariant = mode != "as it is"
+def _run(native: BackendUnderTest, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    session = native.open(case, batch_invariant=True)
     metadata = session.metadata(case.batch, case.phase)
     hook = "attn_decode" if case.phase == "decode" else "attn_extend"
     out, lse = session.call(hook, case.inputs, case.layer, case.cache, metadata, None)

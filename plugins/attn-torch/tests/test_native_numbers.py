@@ -73,6 +73,9 @@ def test_trees_count_tree_positions(native: BackendUnderTest, judge: Any, rule: 
     trees = ((-1, 0, 0, 0, 0, 0), (-1, -1, 0, 0, 1, 1), (-1, 0, 1, 2, 3, 4))
     spec = CaseSpec(MhaGeometry(2, 1, 16, 16, 0.25, **rule), "verify", (6,) * 3, (15, 22, 6), parents=trees)
     judge(native, spec.but(needs_lse=True))
+    judge(native, spec.but(query_lens=(20,), kv_lens=(31,), parents=((-1,) + (0,) * 19,)))
+    roots = ((-1,) * 6, (-1,) * 6)  # the first draft is the last key of a block, and only one draft sees it
+    judge(native, spec.but(query_lens=(6, 6), kv_lens=(17, 21), parents=roots))
 
 
 @pytest.mark.parametrize("types", TYPES, ids="/".join)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import attn_torch
+from attn_core.capabilities import PHASES
 from attn_core.context import Context
 from attn_core.errors import ManifestError
 from attn_core.geometry import LayerGroup, MhaGeometry
@@ -34,9 +35,11 @@ def test_what_is_declared() -> None:
     assert set(found) == {"mha/torch_native", "mha/flex_attention", "mm/torch_native"}
     assert {manifest.status for manifest in found.values()} == {"implemented"}
     (sdpa,) = found["mha/torch_native"].variants
-    for row in sdpa.allow:
-        assert row.when["phase"] == ["prefill", "decode", "verify", "draft", "draft_extend"]
-        assert row.graph == "none"
+    for vendor in ("cpu", "nvidia", "amd", "intel", "ascend"):
+        rows = [row for row in sdpa.allow if vendor in row.when["vendor"]]
+        assert {phase for row in rows for phase in row.when["phase"]} == set(PHASES)
+        assert {"fp8_e4m3", "fp8_e5m2", "fp4"} <= {pair["kv"] for row in rows for pair in row.when["dtypes"]}
+    assert {row.graph for row in sdpa.allow} == {"none"}
     lse = {v.name: "lse" in v.allow[0].features for v in found["mha/flex_attention"].variants}
     assert lse == {"compiled": False, "eager": True}
 

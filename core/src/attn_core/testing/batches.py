@@ -241,10 +241,10 @@ def _query(spec: CaseSpec, shape: tuple[int, ...], layer: MhaLayer, model_dtype:
 def _slots_of_new(spec: CaseSpec, world: PageWorld) -> list[int]:
     """The slots of the rows' last query_len keys, in token order (cross attention has none: slot 0 stands in)."""
     slots = []
-    for pages, query_len, kv_len in zip(world.pages, spec.query_lens, spec.kv_lens, strict=True):
+    for row, (query_len, kv_len) in enumerate(zip(spec.query_lens, spec.kv_lens, strict=True)):
         for i in range(query_len):
             j = kv_len - query_len + i
-            slots.append(pages[j // spec.page_size] * spec.page_size + j % spec.page_size if j >= 0 else 0)
+            slots.append(world.slot(row, j, spec.page_size) if j >= 0 else 0)
     return slots
 
 
@@ -329,7 +329,7 @@ def watch(case: Case) -> None:
     for name in ("query_offsets", "positions", "spans"):
         seen.add(f"batch.{name}", getattr(batch, name))
     for index, address in enumerate(batch.addresses):
-        for name in ("table", "table_rows", "indices", "indptr", "kv_lens", "new_slots"):
+        for name in ("table", "table_rows", "indices", "indptr", "kv_lens", "new_slots", "origin"):
             seen.add(f"addresses[{index}].{name}", getattr(address, name, None))
     if batch.tree is not None:
         for name in ("parents", "depth", "mask_bits"):

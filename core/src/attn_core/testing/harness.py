@@ -101,8 +101,12 @@ class BackendUnderTest:
         context_class: type[Context] = Context,
         group: LayerGroup | None = None,
         form: str | None = None,
+        batch_invariant: bool = False,
     ) -> Session:
-        """A backend object for the group, pool and phases of `spec` (a Case lends its own group and pool)."""
+        """A backend object for the group, pool and phases of `spec` (a Case lends its own group and pool).
+
+        `batch_invariant` is what ``--deterministic`` sets: the backend must keep what it declares of that feature.
+        """
         from attn_core.testing.batches import group_of, pool_of
 
         case = spec if isinstance(spec, Case) else None
@@ -123,6 +127,7 @@ class BackendUnderTest:
             limits=limits,
             lanes=lanes,
             options=dict(options or {}),
+            batch_invariant=batch_invariant,
         )
         backend = self.create(self.manifest, name, context)
         return Session(bind_backend(backend, self.manifest, name, tuple(plans)), context)
@@ -150,7 +155,7 @@ class BackendUnderTest:
             manifest.package,
             manifest.version,
             (part,),
-            kernel_page_size=spec.page_size,
+            kernel_page_size=spec.kernel_page or spec.page_size,
             graph=graph,
             needs_lse=spec.needs_lse,
             mixed=bool(spec.decode_rows),

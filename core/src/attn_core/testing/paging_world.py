@@ -12,13 +12,19 @@ from attn_core.testing.spec import CaseSpec
 
 @dataclass(slots=True)
 class PageWorld:
-    """``pages[r]``: page numbers of real row r; ``count``: pages of the pool, page 0 and never-read ones included."""
+    """``pages[r]``: page numbers of real row r from ``origins[r]`` on; ``count``: pages of the pool, never-read ones included."""
 
     pages: list[list[int]]
     count: int
     spare: list[int]
     new_slots: list[int]
     used_slots: list[int]
+    origins: list[int]
+
+    def slot(self, row: int, position: int, size: int) -> int:
+        """The slot of one key of a row."""
+        place = position - self.origins[row]
+        return self.pages[row][place // size] * size + place % size
 
 
 def lay_out(spec: CaseSpec) -> PageWorld:
@@ -27,7 +33,8 @@ def lay_out(spec: CaseSpec) -> PageWorld:
     prefixes = [kv - q for q, kv in zip(spec.query_lens, spec.kv_lens, strict=True)]
     if any(prefix < 0 for prefix in prefixes) and spec.geometry.causal:
         raise ValueError(f"a row has more queries than keys: {spec.query_lens} of {spec.kv_lens}")
-    needs = [-(-length // size) for length in spec.kv_lens]
+    origins = _origins(spec)
+    needs = [-(-(length - first) // size) for length, first in zip(spec.kv_lens, origins, strict=True)]
     whole = [max(prefix, 0) // size for prefix in prefixes]  # pages of prefix that a row can share
     shared = [0 if r == 0 else min(spec.shared, whole[0], whole[r]) for r in range(len(needs))]
     total = sum(need - kept for need, kept in zip(needs, shared, strict=True))
@@ -37,11 +44,26 @@ def lay_out(spec: CaseSpec) -> PageWorld:
     for need, kept in zip(needs, shared, strict=True):
         own = [order.pop() for _ in range(need - kept)]
         pages.append((pages[0][:kept] if kept else []) + own)
-    slots = [[pages[r][j // size] * size + j % size for j in range(spec.kv_lens[r])] for r in range(len(needs))]
-    new = [slot for r, line in enumerate(slots) for slot in line[max(prefixes[r], 0) :]]
-    if not spec.give_kv or not spec.store:
-        new = [-1] * sum(spec.query_lens)
-    return PageWorld(pages, count, order or [0], new, sorted({slot for line in slots for slot in line}))
+    world = PageWorld(pages, count, order or [0], [], [], origins)
+    slots = [[world.slot(r, j, size) for j in range(origins[r], spec.kv_lens[r])] for r in range(len(needs))]
+    world.used_slots = sorted({slot for line in slots for slot in line})
+    if spec.give_kv and spec.store:
+        world.new_slots = [s for r, line in enumerate(slots) for s in line[max(prefixes[r], 0) - origins[r] :]]
+    else:
+        world.new_slots = [-1] * sum(spec.query_lens)
+    return world
+
+
+def _origins(spec: CaseSpec) -> list[int]:
+    """Where each row's pages start. Raises ValueError if a key before it would be seen, or for other impossible ones."""
+    if not spec.origins:
+        return [0] * len(spec.kv_lens)
+    for row, (origin, _) in enumerate(zip(spec.origins, spec.kv_lens, strict=True)):
+        if origin % spec.page_size or not 0 <= origin <= spec.latest_origin(row):
+            raise ValueError(f"row {row} cannot start at {origin}: pages of {spec.page_size}, {spec}")
+    if spec.shared:
+        raise ValueError("rows of a trimmed pool share no pages here")
+    return list(spec.origins)
 
 
 def address_of(spec: CaseSpec, world: PageWorld, device: torch.device) -> KvAddress:
@@ -56,13 +78,15 @@ def address_of(spec: CaseSpec, world: PageWorld, device: torch.device) -> KvAddr
         "new_slots": torch.tensor(world.new_slots, dtype=torch.int64, device=device),
         "max_kv_len": bound,
         "kv_lens_cpu": None if spec.host == "none" else _int32([n + bound - longest for n in lens], "cpu"),
+        "origin": _int32(world.origins + [0] * spec.pad_rows, device) if spec.origins else None,
     }
     lines = world.pages + [[0] * -(-spec.pad_kv_len // spec.page_size)] * spec.pad_rows
     if spec.form == "csr":
         indptr = [0]
         for line in lines:
             indptr.append(indptr[-1] + len(line))
-        flat = [page for line in lines for page in line] + [world.spare[0]] * 3
+        beyond = 3 + max(world.origins, default=0) // spec.page_size  # who ignores the origin finds poison, not a fault
+        flat = [page for line in lines for page in line] + [world.spare[0]] * beyond
         return KvAddress(**common, indices=_int32(flat, device), indptr=_int32(indptr, device))  # type: ignore[arg-type]
     width = -(-bound // spec.page_size) + 2
     padded = [line + [world.spare[i % len(world.spare)] for i in range(width - len(line))] for line in lines]

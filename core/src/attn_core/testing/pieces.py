@@ -58,6 +58,7 @@ def one_row(case: Case, row: int) -> Case:
     alone = replace(address, kv_lens=address.kv_lens[row : row + 1], new_slots=address.new_slots[start:stop])
     alone.kv_lens_cpu = None if address.kv_lens_cpu is None else address.kv_lens_cpu[row : row + 1]
     alone.max_kv_len = max(case.spec.kv_lens[row], 1)
+    alone.origin = None if address.origin is None else address.origin[row : row + 1]
     if address.table is not None:
         assert address.table_rows is not None
         alone.table_rows = address.table_rows[row : row + 1].clone()
@@ -94,6 +95,7 @@ def _batch(case: Case, phase: str, index: torch.Tensor, offsets: list[int], kv_l
         kv_lens_cpu=None if case.spec.host == "none" else lens.cpu() + slack,
         table_rows=None if address.table_rows is None else address.table_rows[:rows],
         indptr=None if address.indptr is None else address.indptr[: rows + 1],
+        origin=None if address.origin is None else address.origin[:rows],
     )
     return _plain_batch(case, phase, offsets, part, case.batch.positions, index)
 

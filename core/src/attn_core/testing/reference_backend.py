@@ -43,13 +43,14 @@ class ReferenceState:
     row: torch.Tensor
     index: torch.Tensor
     live: torch.Tensor
+    origin: torch.Tensor
     pad_kv_len: int = 0
     metadata: dict[GraphKey, ReferenceMetadata] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        buffers = (self.table, self.kv_lens, self.query_offsets, self.row, self.index, self.live)
+        buffers = (self.table, self.kv_lens, self.query_offsets, self.row, self.index, self.live, self.origin)
         return sum(buffer.nbytes for buffer in buffers)
 
 
@@ -71,6 +72,7 @@ class ReferenceBackend(PackedBackend):
         return ReferenceState(
             limits, lane, zeros(rows, columns), zeros(rows), zeros(rows + 1),
             zeros(tokens, dtype=torch.int64), zeros(tokens, dtype=torch.int64), zeros(tokens, dtype=torch.bool),
+            zeros(rows),
         )  # fmt: skip
 
     def new_metadata(self, batch: AttentionBatch, phase: str, state: ReferenceState | None) -> ReferenceMetadata:
@@ -86,11 +88,17 @@ class ReferenceBackend(PackedBackend):
                 phase, batch.num_tokens, page_size=address.page_size, max_kv_len=state.limits.max_kv_len,
                 table=state.table[:rows], kv_lens=state.kv_lens[:rows], query_offsets=state.query_offsets[: rows + 1],
                 row=state.row[:tokens], index=state.index[:tokens], live=state.live[:tokens],
+                origin=state.origin[:rows],
             )  # fmt: skip
         table = rows_of(address)
         width = min(table.shape[1], metadata.table.shape[1])
         metadata.table[:, :width].copy_(table[:, :width])
         metadata.kv_lens.copy_(address.kv_lens)
+        origin = state.origin[:rows]
+        if address.origin is None:
+            origin.zero_()
+        else:
+            origin.copy_(address.origin)
         metadata.query_offsets.copy_(batch.query_offsets)
         return metadata
 
@@ -122,12 +130,15 @@ class ReferenceBackend(PackedBackend):
         self, cache: MhaCache, address: KvAddress, part: Part | None, layer: MhaLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Feature: gather. Positions start to start + length of each row, packed; needs exact lengths on the host."""
-        lens = address.kv_lens.tolist() if part is None else part.offsets.diff().tolist()
-        starts = [0] * len(lens) if part is None else part.start.tolist()
+        kv_lens = address.kv_lens.tolist()
+        origins = [0] * len(kv_lens) if address.origin is None else address.origin.tolist()
+        starts = origins if part is None else part.start.tolist()
+        lens = [n - s for n, s in zip(kv_lens, starts, strict=True)] if part is None else part.offsets.diff().tolist()
         lines, pages = rows_of(table_of(address)), []
         for row, (start, length) in enumerate(zip(starts, lens, strict=True)):
             keys = torch.arange(start, start + length, device=lines.device)
-            pages.append(torch.stack([lines[row, keys // address.page_size].long(), keys % address.page_size]))
+            column = (keys - origins[row]) // address.page_size
+            pages.append(torch.stack([lines[row, column].long(), keys % address.page_size]))
         page, offset = self.gathered(torch.cat(pages, dim=1))
         k = fetch(cache.k, cache.k_blocks, page, offset, layer.k_scale)
         return k, fetch(cache.v, cache.v_blocks, page, offset, layer.v_scale)

@@ -37,6 +37,7 @@ class ReferenceMetadata(StepMetadata):
     table: torch.Tensor = _EMPTY  #: i32[R, W]
     kv_lens: torch.Tensor = _EMPTY  #: i32[R]
     query_offsets: torch.Tensor = _EMPTY  #: i32[R + 1]
+    origin: torch.Tensor | None = None  #: i32[R] position of column 0 (trimmed pools)
     key_offsets: torch.Tensor | None = None  #: i32[R + 1], packed keys
     num_rows: int = 0
     tree: Tree | None = None
@@ -72,7 +73,7 @@ class PlainBackend:
             metadata.page_size = self.context.kernel_page_size(phase)
             address = batch.view(self.context.address_index(), "table", metadata.page_size)
             metadata.table, metadata.kv_lens = rows_of(address), address.kv_lens
-            metadata.max_kv_len = address.max_kv_len
+            metadata.max_kv_len, metadata.origin = address.max_kv_len, address.origin
         shape, device = (batch.padded_tokens,), self.context.device
         metadata.row, metadata.index = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
         metadata.live = torch.empty(shape, dtype=torch.bool, device=device)
@@ -181,17 +182,31 @@ class PlainBackend:
     def read(
         self, cache: MhaCache, layer: MhaLayer, metadata: ReferenceMetadata, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys f32[R, B, Hk, Dk] and values f32[R, B, Hk, Dv] at positions `keys`; what lies beyond a row's length is 0."""
+        """Keys f32[R, B, Hk, Dk] and values f32[R, B, Hk, Dv] at positions `keys`; what a row does not have is 0.
+
+        The pool's pages may be larger than those of the table: a slot's number is the same in both.
+        """
         page, offset = self.locate(metadata, keys)
-        inside = (keys < metadata.kv_lens[:, None])[..., None, None]
+        slot, pool_page = page * metadata.page_size + offset, cache.k.shape[1]
+        page, offset = slot // pool_page, slot % pool_page
+        inside = keys < metadata.kv_lens[:, None]
+        if metadata.origin is not None:
+            inside &= keys >= metadata.origin[:, None]
+        inside = inside[..., None, None]
         k = fetch(cache.k, cache.k_blocks, page, offset, layer.k_scale)
         v = fetch(cache.v, cache.v_blocks, page, offset, layer.v_scale)
         return torch.where(inside, k, 0.0), torch.where(inside, v, 0.0)
 
     def locate(self, metadata: ReferenceMetadata, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and offset of each position: i64[R, B] and i64[B]. Columns past the table are clamped (never visible)."""
-        column = (keys // metadata.page_size).clamp(max=max(metadata.table.shape[1] - 1, 0))
-        return metadata.table[:, column].long(), keys % metadata.page_size
+        """Page and offset of each position: i64[R, B] and i64[B]. Columns outside the table are clamped (never visible).
+
+        The origin of a trimmed pool is a whole number of pages, so it moves columns and leaves offsets as they are.
+        """
+        last = max(metadata.table.shape[1] - 1, 0)
+        if metadata.origin is None:
+            return metadata.table[:, (keys // metadata.page_size).clamp(max=last)].long(), keys % metadata.page_size
+        column = (keys - metadata.origin.long()[:, None]) // metadata.page_size
+        return metadata.table.gather(1, column.clamp(0, last)).long(), keys % metadata.page_size
 
     def visible(self, metadata: ReferenceMetadata, keys: torch.Tensor, geometry: MhaGeometry) -> torch.Tensor:
         """bool[T, B]: which of the keys each token sees."""

@@ -23,7 +23,10 @@ from attn_core.testing.spec import Case
 
 
 def static_case(case: Case, columns: int, max_kv_len: int) -> Case:
-    """A copy of `case` whose batch has room for `columns` pages a row and says `max_kv_len`: what a server captures with."""
+    """A copy of `case` whose batch has room for `columns` pages a row and says `max_kv_len`: what a server captures with.
+
+    It is a static batch: a backend may read the table, or CSR and slots as views of the size of the bounds.
+    """
     batch = case.batch
     addresses = tuple(_widen(address, columns, max_kv_len) for address in kv_addresses(batch))
     static = replace(
@@ -35,6 +38,7 @@ def static_case(case: Case, columns: int, max_kv_len: int) -> Case:
         if batch.tree is None
         else replace(batch.tree, **_clones(batch.tree, ("parents", "depth", "mask_bits"))),
         spans=None if batch.spans is None else batch.spans.clone(),
+        static=True,
         _views={},
     )
     cloned = [None if t is None else t.clone() for t in (case.inputs.q, case.inputs.k, case.inputs.v)]
@@ -67,6 +71,7 @@ def _widen(address: KvAddress, columns: int, max_kv_len: int) -> KvAddress:
         new_slots=address.new_slots.clone(),
         max_kv_len=max_kv_len,
         kv_lens_cpu=None if address.kv_lens_cpu is None else address.kv_lens_cpu.clone(),
+        origin=None if address.origin is None else address.origin.clone(),
     )
 
 

@@ -22,6 +22,7 @@ _PLAIN = {
     "host": "exact",
     "seed": 0,
     "unused": "nan",
+    "origins": (),
 }
 
 
@@ -59,7 +60,7 @@ def _smaller(spec: CaseSpec) -> Iterator[CaseSpec]:
         for queries, keys in _shorter(spec, row):
             lens, kv_lens = list(spec.query_lens), list(spec.kv_lens)
             lens[row], kv_lens[row] = queries, keys
-            yield spec.but(query_lens=tuple(lens), kv_lens=tuple(kv_lens))
+            yield _trimmed(spec.but(query_lens=tuple(lens), kv_lens=tuple(kv_lens)))
     for name, plain in _PLAIN.items():
         if getattr(spec, name) != plain and not (name == "storage" and spec.storage == "hnd"):
             yield spec.but(**{name: plain})
@@ -73,7 +74,13 @@ def _rows(spec: CaseSpec, kept: list[int]) -> CaseSpec:
         kv_lens=tuple(spec.kv_lens[r] for r in kept),
         parents=None if spec.parents is None else tuple(spec.parents[r] for r in kept),
         spans=spans,
+        origins=tuple(spec.origins[r] for r in kept) if spec.origins else (),
     )
+
+
+def _trimmed(spec: CaseSpec) -> CaseSpec:
+    """The spec with origins no later than its lengths allow."""
+    return spec.but(origins=tuple(min(origin, spec.latest_origin(row)) for row, origin in enumerate(spec.origins)))
 
 
 def _shorter(spec: CaseSpec, row: int) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,9 @@ class CaseSpec:
     big or zero. ``strides``: contiguous, fused (slices of one qkv buffer) or transposed. ``storage``: separate, joint
     (k and v interleaved a page) or hnd. ``form``: table, csr. ``decode_rows``: so many leading rows are a decode segment
     of a mixed batch. ``q_given``: an fp8 query arrives in the model's type (the backend quantises with q_scale, exactly)
-    or as fp8. ``host``: what the host knows about lengths: exact, bound (too large by a few) or none.
+    or as fp8. ``host``: what the host knows about lengths: exact, bound (too large by a few) or none. ``origins``: where the
+    columns of each row of a trimmed pool start; only with a window, and never after the first key that a query sees.
+    ``kernel_page``: pages that the kernel reads, where they are parts of the pool's pages.
     """
 
     geometry: MhaGeometry
@@ -64,6 +66,8 @@ class CaseSpec:
     lane: int = 0
     device: str = "cpu"
     spare_pages: int = 3
+    origins: tuple[int, ...] = ()
+    kernel_page: int = 0
 
     @property
     def kv(self) -> str:
@@ -74,6 +78,12 @@ class CaseSpec:
     def out(self) -> str:
         """Element type of the result (default: the query's, bf16 for an fp8 query)."""
         return self.out_dtype or ("bf16" if self.dtype.startswith("fp8") else self.dtype)
+
+    def latest_origin(self, row: int) -> int:
+        """The last page boundary of `row` before which no query sees a key; 0 without a window."""
+        window, prefix = self.geometry.window, self.kv_lens[row] - self.query_lens[row]
+        first = 0 if window is None else max(prefix - window + 1, 0)
+        return first - first % self.page_size
 
     def but(self, **changes: Any) -> CaseSpec:
         """This spec with some fields replaced."""

@@ -59,8 +59,12 @@ def case_specs(
     phases: Sequence[str] = PHASES,
     dtypes: Sequence[tuple[str, str]] = (("fp32", "fp32"),),
     page_sizes: Sequence[int] = (1, 4, 16),
+    trimmed: bool = False,
 ) -> CaseSpec:
-    """A spec of up to four rows; every other field may be anything that goes with the phase."""
+    """A spec of up to four rows; every other field may be anything that goes with the phase.
+
+    `trimmed`: windows may come with pools whose rows start at an origin, at the latest one that is possible or before.
+    """
     phase, page_size = draw(st.sampled_from(tuple(phases))), draw(st.sampled_from(tuple(page_sizes)))
     dtype, kv_dtype = draw(st.sampled_from(tuple(dtypes)))
     geometry = draw(geometries())
@@ -76,7 +80,7 @@ def case_specs(
     if kv_dtype.startswith(("fp8", "fp4")):
         fields["k_scale"], fields["v_scale"] = draw(st.sampled_from(((0.75, 2.5), (1.25, 0.375))))
     kv_lens = tuple(p + q for p, q in zip(prefixes, queries, strict=True))
-    return CaseSpec(
+    spec = CaseSpec(
         *(geometry, phase, tuple(queries), kv_lens),
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -93,3 +97,8 @@ def case_specs(
         needs_lse=draw(st.booleans()),
         **fields,
     )
+    if trimmed and rows and geometry.window and draw(st.booleans()):
+        pages = [draw(st.integers(0, 2)) for _ in range(rows)]  # pages kept before the latest origin
+        origins = tuple(max(spec.latest_origin(row) - kept * page_size, 0) for row, kept in enumerate(pages))
+        spec = spec.but(origins=origins, shared=0)
+    return spec

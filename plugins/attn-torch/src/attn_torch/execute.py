@@ -11,7 +11,7 @@ from torch.nn import functional
 from attn_core.layers import MhaCache
 from attn_torch.engines import Engine
 from attn_torch.longrows import LongRow, Piece
-from attn_torch.merging import Results, Running, merge_units
+from attn_torch.merging import Results, Running, merge_regular, merge_units
 from attn_torch.reader import Buffers, read_block
 from attn_torch.units import Targets, Tile, UnitPlan
 
@@ -53,8 +53,12 @@ def run_units(plan: UnitPlan, call: Call, results: Results, parts: torch.Tensor 
     if plan.targets is not None:
         assert plan.member is not None
         assert plan.slots is not None
-        out, lse = merge_units(outs, lses, plan.member, plan.slots)
-        write(results, plan.targets, out.view(-1, heads, call.v_dim), lse.view(-1, heads))
+        if plan.regular is None:
+            merged, lse = merge_units(outs, lses, plan.member, plan.slots)
+        else:
+            merged, lse = merge_regular(outs, lses, plan.regular, results.lse is not None)
+        lse = None if lse is None else lse.view(-1, heads)
+        write(results, plan.targets, merged.view(-1, heads, call.v_dim), lse)
 
 
 def _part_buffers(

@@ -175,15 +175,14 @@ def _piece(
     prefix = facts.keys - facts.queries
     low, high = prefix + queries[0], prefix + queries[1] - 1
     spans, tree = step.spans is not None, step.tree is not None
-    lowest = torch.tensor(prefix if tree else low)  # a draft's position is its depth, not its number
+    lowest = torch.tensor(prefix if tree else low)  # a draft stands at its depth, at most its number
     begin, end = max(keys[0], int(rules.first_key(lowest, spans))), keys[1]
     if rules.right is not None and not tree and not spans:
         end = min(end, high + rules.right + 1)
     if begin >= end:
         return None
     piece = Piece(slice(*queries), slice(begin - keys[0], end - keys[0]))
-    last = facts.keys - 1 if tree else high
-    seen = bool(rules.sees_all(lowest, *(torch.tensor(n) for n in (last, begin, end - 1))))
+    seen = bool(rules.sees_all(lowest, *(torch.tensor(n) for n in (high, begin, end - 1))))
     if not seen or (tree and end > prefix):
         size = (queries[1] - queries[0]) * (end - begin)
         keep = size <= budget.kept

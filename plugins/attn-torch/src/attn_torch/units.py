@@ -75,7 +75,8 @@ class UnitPlan:
 
     ``tokens`` i64[U * S]: the query of each unit, shorter rows repeat their last one. For the rows of several units:
     ``member`` i64[U - whole] is the row (counted from 0 among them) of a unit, ``slots`` i64[rows, most units of a row]
-    the units of a row, padded with U - whole, and ``targets`` where their results go.
+    the units of a row, padded with U - whole, and ``targets`` where their results go. ``regular`` is the number of units
+    of each of them, where all have as many and they lie row by row.
     """
 
     queries: int
@@ -87,6 +88,7 @@ class UnitPlan:
     targets: Targets | None = None
     member: torch.Tensor | None = None
     slots: torch.Tensor | None = None
+    regular: int | None = None
 
 
 @dataclass(slots=True)
@@ -136,6 +138,8 @@ def plan_units(
             plan.tiles.append(tile)
     if whole < count:
         _plan_merge(plan, step, units.row[whole:], device)
+        if sizes.one_by_one:
+            plan.regular = None
     return plan
 
 
@@ -335,4 +339,6 @@ def _plan_merge(plan: UnitPlan, step: StepLengths, row: torch.Tensor, device: to
     slots = torch.full((owners.numel(), int(counts.max())), row.numel())
     slots[member[order], place] = order
     plan.member, plan.slots = member.to(device, non_blocking=True), slots.to(device, non_blocking=True)
+    if torch.equal(slots.flatten(), torch.arange(row.numel())):
+        plan.regular = slots.shape[1]
     plan.targets = _targets(step, owners, plan.queries, device)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from attn_core.testing.batches import watch
+from attn_core.errors import BatchError
+from attn_core.testing.batches import build, watch
 from attn_core.testing.bench import Bench, NotHere
 from attn_core.testing.checks._registry import check
 from attn_core.testing.declared import accepted
-from attn_core.testing.spec import Case
+from attn_core.testing.spec import Case, CaseSpec
 from attn_core.testing.trees import TREES
 
 _EXTEND = ("prefill", "draft_extend")
@@ -32,6 +33,63 @@ def window(bench: Bench) -> None:
         queries, lens = bench.lengths(bench.ask.phase, page)
         edges = tuple(max(size + q + more, q) for q, more in zip(queries[:3], (-1, 0, 1), strict=True))
         bench.require(bench.spec(bench.geometry(window=size), query_lens=queries[:3] + queries[-1:], kv_lens=edges + lens[-1:]))  # fmt: skip
+
+
+@check("sliding_window", phases=("prefill", "decode"))
+def trimmed(bench: Bench) -> None:
+    """Columns of a trimmed pool start at the row's origin, lengths and positions do not: rows with and without one, mixed.
+
+    Reading ``origin`` is part of every address. A backend may refuse such a batch with BatchError at its metadata.
+    """
+    if not _windows(bench):
+        raise NotHere("no window size that the row allows is known to the kit")
+    refusals = []
+    for number, (window, (page, kernel_page)) in enumerate(
+        (window, pages) for window in dict.fromkeys(_windows(bench)[::-2]) for pages in _pool_pages(bench)
+    ):
+        form = ("table", "csr")[(bench.turn + number) % 2]
+        spec = _trimmed_spec(bench, window, page).but(kernel_page=kernel_page, form=form)
+        refusal = _refusal(bench, spec)
+        if refusal:
+            refusals.append(f"{form}, pages of {page} read as {kernel_page}: {refusal}")
+        else:
+            bench.require(spec)
+    if refusals:
+        raise NotHere(f"the backend refuses trimmed pools: {'; '.join(refusals)}")
+
+
+def _pool_pages(bench: Bench) -> list[tuple[int, int]]:
+    """(pool's page, kernel's page): as declared, and a page that the row does not take split into slots, as a plan does."""
+    page = bench.ask.page_size
+    exact = any(c.axis == "page_size" and c.exact for c in bench.row.conditions)
+    slots = not exact and bench.ask.layout == "NHD" and accepted(bench.row, "page_size", (1,))
+    foreign = [p for p in (16, 4, 64, 256, 12) if not accepted(bench.row, "page_size", (p,))]
+    return [(page, page), (foreign[0], 1)] if slots and foreign else [(page, page)]
+
+
+def _trimmed_spec(bench: Bench, window: int, page: int) -> CaseSpec:
+    """First visible keys on a page boundary, before it and after it; one row is trimmed by less than it could be, two not at all."""
+    queries = (1,) * 6 if bench.ask.phase == "decode" else (3, 1, 2, 5, 1, 4)
+    first = (0, 2 * page, 3 * page - 1, page + 1, 3 * page, 2 * page + 1)
+    lens = tuple(max(key + window - 1, 0) + q for key, q in zip(first, queries, strict=True))
+    spec = bench.spec(
+        bench.geometry(window=window), query_lens=queries, kv_lens=lens, page_size=page, unused="nan", pad_tokens=2
+    )
+    latest = [spec.latest_origin(row) for row in range(len(lens))]
+    latest[4] -= page
+    return spec.but(origins=(*latest[:5], 0))
+
+
+def _refusal(bench: Bench, spec: CaseSpec) -> str:
+    """The BatchError with which a backend refuses this batch and would not refuse it untrimmed; empty if it takes it."""
+    case, plain = build(spec), build(spec.but(origins=()))
+    session = bench.open(case)
+    try:
+        session.metadata(case.batch, case.phase)
+    except BatchError as error:
+        bench.open(plain).metadata(plain.batch, plain.phase)
+        return str(error).partition("\n")[0]
+    return ""
 
 
 @check("window_right", phases=_EXTEND)

@@ -153,7 +153,7 @@ def batch_invariance(bench: Bench) -> None:
     """A row's bits do not depend on the other rows, on padding, or on its place in the batch."""
     spec = bench.spec(strides="contiguous", pad_rows=0)
     whole = build(spec)
-    session = bench.open(whole)
+    session = bench.open(whole, batch_invariant=True)  # as --deterministic asks for it
     together = session.run(whole).out.clone()
     starts = whole.batch.query_offsets.tolist()
     for row in range(len(spec.kv_lens)):
