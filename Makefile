@@ -31,7 +31,7 @@ venv: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(PIP) install -q "$(TORCH)"
 	$(PIP) install -q $(LIGHT) $(TOOLS)
-	$(PIP) install -q --no-deps "triton==3.6.0" $(MODEL)
+	$(PIP) install -q --no-deps "triton==3.6.0" "fla-core==0.6.0" einops $(MODEL)
 	$(PIP) install -q --no-deps --no-build-isolation $(PACKAGES:%=-e %)
 	touch $@
 

@@ -13,6 +13,12 @@ import click
 @click.argument("backend", metavar="KIND/NAME")
 @click.option("--device", default="cpu", show_default=True, help="torch device to run on")
 @click.option("--quick", is_flag=True, help="one case per declaration, small shapes")
+@click.option(
+    "--budget",
+    type=float,
+    default=None,
+    help="seconds; what is left is skipped and said so. Default 300, quick 50; 0: none",
+)
 @click.option("--only", multiple=True, help="only this check (repeatable)")
 @click.option(
     "--report", "report_path", type=click.Path(dir_okay=False), default=None, help="write the report to this file"
@@ -25,6 +31,7 @@ def command(
     backend: str,
     device: str,
     quick: bool,
+    budget: float | None,
     only: tuple[str, ...],
     report_path: str | None,
     as_json: bool,
@@ -39,8 +46,16 @@ def command(
             f"{backend!r} is not KIND/NAME, such as mha/torch_native", fix="attn list shows what is installed"
         )
     shown = sys.stderr.isatty() and not as_json
+    seconds = budget if budget is not None else (50.0 if quick else 300.0)
     report = run_verification(
-        kind, name, device, quick, report_path, only=only, progress=_progress(backend) if shown else None
+        kind,
+        name,
+        device,
+        quick,
+        report_path,
+        only=only,
+        progress=_progress(backend) if shown else None,
+        budget_s=seconds or None,
     )
     if as_json:
         click.echo(json.dumps(report, indent=1))
