@@ -35,76 +35,95 @@ class Call:
 
 
 def run_units(plan: UnitPlan, call: Call, results: Results, parts: torch.Tensor | None) -> None:
-    """All short rows with one number of queries. `parts` u8 has room for the units of rows that have several."""
-    heads, split = call.q.shape[1], plan.count - plan.whole
+    """All short rows with one number of queries. `parts` u8 has room for the units that are merged after all tiles."""
+    queries, need_lse = plan.queries, results.lse is not None
+    results = results.grouped(call.kv_heads)
     q = call.q[plan.contiguous] if plan.contiguous is not None else call.q.index_select(0, plan.tokens)
-    q = torch.unflatten(call.padded(q), 0, (plan.count, plan.queries))
-    outs, lses = _part_buffers(parts, split, plan.queries * heads, call.v_dim)
+    q = torch.unflatten(call.padded(q), 1, (call.kv_heads, -1))
+    outs, lses = _part_buffers(parts, plan.count - plan.direct, (queries, *q.shape[1:3]), call.v_dim)
     for tile in plan.tiles:
-        whole = tile.targets is not None
-        out, lse = _run_tile(tile, plan.queries, call, q[tile.units], results.lse is not None or not whole)
-        if tile.targets is not None:
-            write(results, tile.targets, out.flatten(0, 1), None if lse is None else lse.flatten(0, 1))
-        else:
-            units = slice(tile.first - plan.whole, tile.units.stop - plan.whole)
-            outs[units].view(out.shape).copy_(out)
+        final = tile.targets is not None and tile.parts == 1
+        mine = q[tile.first * queries : tile.units.stop * queries]
+        out, lse = _run_tile(tile, queries, call, mine, need_lse or not final)
+        if tile.targets is None:
             assert lse is not None
-            lses[units].view(lse.shape).copy_(lse)
+            units = slice(tile.first - plan.direct, tile.units.stop - plan.direct)
+            outs[units].flatten(0, 1).copy_(out)
+            lses[units].flatten(0, 1).copy_(lse)
+            continue
+        if not final and lse is not None:
+            out, lse = _merge_tile(out, lse, queries, tile.parts, need_lse)
+        write(results, tile.targets, out, lse)
     if plan.targets is not None:
-        assert plan.member is not None
-        assert plan.slots is not None
-        if plan.regular is None:
-            merged, lse = merge_units(outs, lses, plan.member, plan.slots)
-        else:
-            merged, lse = merge_regular(outs, lses, plan.regular, results.lse is not None)
-        lse = None if lse is None else lse.view(-1, heads)
-        write(results, plan.targets, merged.view(-1, heads, call.v_dim), lse)
+        _merge_parts(plan, outs, lses, results)
+
+
+def _merge_tile(
+    out: torch.Tensor, lse: torch.Tensor, queries: int, parts: int, need_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Units [n * S, ..] of a tile, every `parts` of which are a row, as rows [n / parts * S, ..]."""
+    if queries == 1:
+        return merge_regular(out, lse, parts, need_lse)
+    out, lse = (torch.unflatten(x, 0, (-1, queries)) for x in (out, lse))
+    merged, merged_lse = merge_regular(out, lse, parts, need_lse)
+    return merged.flatten(0, 1), None if merged_lse is None else merged_lse.flatten(0, 1)
+
+
+def _merge_parts(plan: UnitPlan, outs: torch.Tensor, lses: torch.Tensor, results: Results) -> None:
+    """Units in the part buffers as rows."""
+    assert plan.member is not None
+    assert plan.slots is not None
+    assert plan.targets is not None
+    lse: torch.Tensor | None
+    if plan.regular is None:
+        merged, lse = merge_units(outs.flatten(1, -2), lses.flatten(1), plan.member, plan.slots)
+    else:
+        merged, lse = merge_regular(outs, lses[:-1], plan.regular, results.lse is not None)
+    heads = results.out.shape[1:3]
+    write(results, plan.targets, merged.view(-1, *heads, outs.shape[-1]), None if lse is None else lse.view(-1, *heads))
 
 
 def _part_buffers(
-    parts: torch.Tensor | None, units: int, columns: int, v_dim: int
+    parts: torch.Tensor | None, units: int, shape: tuple[int, ...], v_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """outs f32[units, columns, Dv] and lses f32[units + 1, columns], whose last line is -inf, in the workspace `parts`."""
+    """outs f32[units, S, Hk, G, Dv] and lses f32[units + 1, S, Hk, G], whose last line is -inf, in the workspace `parts`."""
     if parts is None or units == 0:
         nothing = torch.empty(0)
         return nothing, nothing
-    flat = parts.view(torch.float32)
+    flat, columns = parts.view(torch.float32), math.prod(shape)
     size = units * columns * v_dim
-    lses = flat[size : size + (units + 1) * columns].view(units + 1, columns)
+    lses = flat[size : size + (units + 1) * columns].view(units + 1, *shape)
     lses[units].fill_(-math.inf)
-    return flat[:size].view(units, columns, v_dim), lses
+    return flat[:size].view(units, *shape, v_dim), lses
 
 
 def part_bytes(plan: UnitPlan, heads: int, v_dim: int) -> int:
     """Bytes that :func:`run_units` needs in `parts`."""
-    units = plan.count - plan.whole
+    units = plan.count - plan.direct
     return 4 * plan.queries * heads * (units * v_dim + units + 1) if units else 0
 
 
 def _run_tile(
     tile: Tile, queries: int, call: Call, q: torch.Tensor, need_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q[n, S, Hq, D] against the tile's keys: out[n, S, Hq, Dv] and lse[n, S, Hq].
+    """q[n * S, Hk, G, D] against the tile's keys: out[n * S, Hk, G, Dv] and lse[n * S, Hk, G].
 
     The query heads of a KV head are packed beside its queries, [n, Hk, S * G, D], so that keys are read once.
     """
     k, v = read_block(call.cache, tile.block, call.buffers)
-    n, _, heads, width = q.shape
-    if queries == 1:
-        packed = q.view(n, call.kv_heads, -1, width)
-    else:
-        packed = torch.unflatten(q, 2, (call.kv_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    out, lse = call.engine(packed, k, v, scale=call.scale, mask=tile.mask, need_lse=need_lse)
+    if queries > 1:
+        q = torch.unflatten(q, 0, (-1, queries)).transpose(1, 2).flatten(2, 3)
+    out, lse = call.engine(q, k, v, scale=call.scale, mask=tile.mask, need_lse=need_lse)
     if out.shape[-1] != call.v_dim:
         out = out[..., : call.v_dim]
-    if queries == 1:
-        return out.reshape(n, 1, heads, -1), None if lse is None else lse.reshape(n, 1, heads)
-    out = torch.unflatten(out, 2, (queries, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    return out, None if lse is None else torch.unflatten(lse, 2, (queries, -1)).permute(0, 2, 1, 3).flatten(2, 3)
+    if queries > 1:
+        out = torch.unflatten(out, 2, (queries, -1)).transpose(1, 2).flatten(0, 1)
+        lse = None if lse is None else torch.unflatten(lse, 2, (queries, -1)).transpose(1, 2).flatten(0, 1)
+    return out, lse
 
 
 def write(results: Results, targets: Targets, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Results of [rows * S] queries to their tokens: out[.., Hq, Dv] and lse[.., Hq]."""
+    """Results of [rows * S] queries to their tokens: out[.., Dv] and lse[..], of the shapes that `results` has."""
     for target, values in ((results.out, out), (results.lse, lse)):
         if target is None or values is None:
             continue

@@ -17,6 +17,11 @@ class Results:
     out: torch.Tensor
     lse: torch.Tensor | None
 
+    def grouped(self, kv_heads: int) -> Results:
+        """Views by KV head: out[T, Hk, G, Dv] and lse[T, Hk, G]."""
+        lse = None if self.lse is None else torch.unflatten(self.lse, 1, (kv_heads, -1))
+        return Results(torch.unflatten(self.out, 1, (kv_heads, -1)), lse)
+
     def blank(self, tokens: torch.Tensor | slice) -> None:
         """Tokens that see no key: out 0, lse -inf."""
         if isinstance(tokens, slice):
@@ -51,10 +56,13 @@ def merge_units(
 def merge_regular(
     outs: torch.Tensor, lses: torch.Tensor, parts: int, need_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """:func:`merge_units` where unit i belongs to row ``i // parts``: fewer and larger steps, in no promised order."""
-    outs, lses = (torch.unflatten(x, 0, (-1, parts)) for x in (outs, lses[:-1]))
+    """:func:`merge_units` where unit i belongs to row ``i // parts``: outs[U, .., Dv], lses f32[U, ..], in larger steps.
+
+    In which order the units of a row are added is left to torch.
+    """
+    outs, lses = (torch.unflatten(x, 0, (-1, parts)) for x in (outs, lses))
     weights = torch.softmax(lses.clamp(min=-1e30), dim=1)
-    return outs.mul_(weights[..., None]).sum(1), torch.logsumexp(lses, 1) if need_lse else None
+    return (outs * weights[..., None]).sum(1), torch.logsumexp(lses, 1) if need_lse else None
 
 
 class Running:

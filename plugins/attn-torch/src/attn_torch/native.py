@@ -27,8 +27,9 @@ from attn_torch.units import STEP, Sizes, UnitPlan, plan_bounded, plan_units
 
 #: Rows with more query tokens than this are long.
 SHORT = 64
-#: Keys of a unit on a CPU: as many as the fused kernel treats at once; their keys and values fit the cache of a core.
-CHUNK = 512
+#: Keys of a unit on a CPU with at most as many threads as KV heads, and with more (then one row must feed many threads).
+CHUNK = 2048
+CHUNK_MANY_THREADS = 512
 #: Bytes of keys and values that are read before they are used: they should still be in a cache then. Smaller tiles gain little
 #: and suffer where other programs run, for every tile waits for its slowest thread three times.
 TILE_BYTES = 32 << 20
@@ -139,8 +140,9 @@ class TorchNative:
         if self.context.device.type != "cpu":
             return Sizes(None, min(smallest, 1024), DEVICE_TILE_BYTES // per_key)
         threads = torch.get_num_threads()
-        tile = max(TILE_BYTES // per_key, CHUNK * -(-2 * threads // self.geometry.kv_heads))
-        return Sizes(CHUNK, min(smallest, STEP), tile, self.context.batch_invariant)
+        chunk = CHUNK if threads <= self.geometry.kv_heads else CHUNK_MANY_THREADS
+        tile = max(TILE_BYTES // per_key, CHUNK_MANY_THREADS * -(-2 * threads // self.geometry.kv_heads))
+        return Sizes(chunk, min(smallest, STEP), tile, self.context.batch_invariant)
 
     def _mask_elements(self) -> int:
         return MASK if self.fused else min(MASK, LOGITS // self.geometry.q_heads)

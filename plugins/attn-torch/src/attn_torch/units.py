@@ -55,13 +55,14 @@ class Targets:
 class Tile:
     """Units ``first … first + n`` of a plan, which share a shape. ``mask`` has [n, 1, S * G, W] (query-major).
 
-    ``targets`` is where results go; None where the rows have further units.
+    ``targets`` is where results go; None where the rows have further units. Every ``parts`` units are one row.
     """
 
     first: int
     block: Block
     mask: Mask | None
     targets: Targets | None = None
+    parts: int = 1
 
     @property
     def units(self) -> slice:
@@ -71,17 +72,17 @@ class Tile:
 
 @dataclass(slots=True)
 class UnitPlan:
-    """All short rows with S query tokens. The first ``whole`` units are the only ones of their rows.
+    """All short rows with S query tokens. Results of the first ``direct`` units are complete within their tiles.
 
-    ``tokens`` i64[U * S]: the query of each unit, shorter rows repeat their last one. For the rows of several units:
-    ``member`` i64[U - whole] is the row (counted from 0 among them) of a unit, ``slots`` i64[rows, most units of a row]
-    the units of a row, padded with U - whole, and ``targets`` where their results go. ``regular`` is the number of units
+    ``tokens`` i64[U * S]: the query of each unit, shorter rows repeat their last one. For the rows of the other units:
+    ``member`` i64[U - direct] is the row (counted from 0 among them) of a unit, ``slots`` i64[rows, most units of a row]
+    the units of a row, padded with U - direct, and ``targets`` where their results go. ``regular`` is the number of units
     of each of them, where all have as many and they lie row by row.
     """
 
     queries: int
     count: int
-    whole: int
+    direct: int
     tiles: list[Tile]
     tokens: torch.Tensor
     contiguous: slice | None
@@ -119,27 +120,29 @@ def plan_units(
     units = _cut(step, rows, rules, address.page_size, sizes)
     device, count, whole = address.kv_lens.device, units.row.numel(), int(units.sole.sum())
     tokens = _query_tokens(step, units.row, queries)
-    plan = UnitPlan(
-        queries, count, whole, [], tokens.flatten().to(device, non_blocking=True), as_slice(tokens.flatten())
-    )
-    tile_of = _TileMaker(device_step, address, queries, rules, ratio)
+    flat = tokens.flatten()
+    plan = UnitPlan(queries, count, whole, [], flat.to(device, non_blocking=True), as_slice(flat))
+    if whole < count:
+        _plan_merge(plan, step, units.row[whole:], device, sizes)
     row, page = units.row.to(device, non_blocking=True), units.page.to(device, non_blocking=True)
+    tile_of = _TileMaker(device_step, address, queries, rules, ratio)
     firsts = tokens[:, 0].tolist() if bool((step.query_len[rows] == queries).all()) else None
     for first, last, width, masked in _runs(units):
         part = tile_of.part(row[first:last], page[first:last], width, masked)
         most = 1 if sizes.one_by_one else max(1, sizes.tile // (width * address.page_size))
+        parts = 1
+        if first == whole and last == count and plan.regular is not None and most >= plan.regular:
+            parts = plan.regular
+            plan.direct, plan.targets, most = count, None, most // parts * parts
         for at in range(first, last, most):
             end = min(at + most, last)
             tile = tile_of(part, at, slice(at - first, end - first))
-            if first < whole and firsts is not None:
-                tile.targets = _even_targets(plan.tokens, firsts, at, end, queries)
-            elif first < whole:
-                tile.targets = _targets(step, units.row[at:end], queries, device)
+            tile.parts = parts
+            if at < plan.direct and firsts is not None:
+                tile.targets = _even_targets(plan.tokens, firsts, slice(at, end, parts), queries)
+            elif at < plan.direct:
+                tile.targets = _targets(step, units.row[at:end:parts], queries, device)
             plan.tiles.append(tile)
-    if whole < count:
-        _plan_merge(plan, step, units.row[whole:], device)
-        if sizes.one_by_one:
-            plan.regular = None
     return plan
 
 
@@ -307,11 +310,13 @@ def _query_tokens(step: StepLengths, row: torch.Tensor, queries: int) -> torch.T
     return start + torch.minimum(torch.arange(queries)[None, :], step.query_len[row][:, None] - 1)
 
 
-def _even_targets(tokens: torch.Tensor, firsts: list[int], at: int, end: int, queries: int) -> Targets:
-    """Targets of units ``at … end`` (rows in ascending order) that all have exactly `queries` tokens."""
-    first, count = firsts[at], (end - at) * queries
-    consecutive = firsts[end - 1] + queries - first == count
-    return Targets(tokens[at * queries : end * queries], None, slice(first, first + count) if consecutive else None)
+def _even_targets(tokens: torch.Tensor, firsts: list[int], units: slice, queries: int) -> Targets:
+    """Targets of the rows (in ascending order) of these units, which all have exactly `queries` tokens."""
+    starts = firsts[units]
+    count = len(starts) * queries
+    consecutive = starts[-1] + queries - starts[0] == count
+    mine = tokens.view(-1, queries)[units].flatten()
+    return Targets(mine, None, slice(starts[0], starts[0] + count) if consecutive else None)
 
 
 def _targets(step: StepLengths, row: torch.Tensor, queries: int, device: torch.device) -> Targets:
@@ -331,7 +336,7 @@ def as_slice(tokens: torch.Tensor) -> slice | None:
     return slice(first, first + count) if torch.equal(tokens, torch.arange(first, first + count)) else None
 
 
-def _plan_merge(plan: UnitPlan, step: StepLengths, row: torch.Tensor, device: torch.device) -> None:
+def _plan_merge(plan: UnitPlan, step: StepLengths, row: torch.Tensor, device: torch.device, sizes: Sizes) -> None:
     """Which units make up which row, for the units of rows that have several."""
     owners, member, counts = torch.unique(row, return_inverse=True, return_counts=True)
     order = torch.argsort(member, stable=True)
@@ -339,6 +344,6 @@ def _plan_merge(plan: UnitPlan, step: StepLengths, row: torch.Tensor, device: to
     slots = torch.full((owners.numel(), int(counts.max())), row.numel())
     slots[member[order], place] = order
     plan.member, plan.slots = member.to(device, non_blocking=True), slots.to(device, non_blocking=True)
-    if torch.equal(slots.flatten(), torch.arange(row.numel())):
+    if not sizes.one_by_one and torch.equal(slots.flatten(), torch.arange(row.numel())):
         plan.regular = slots.shape[1]
     plan.targets = _targets(step, owners, plan.queries, device)
