@@ -3,7 +3,8 @@
     python benchmarks/router_overhead.py
 
 Prints microseconds per call (median of many batches of calls) with 1 and with 25 plugins installed: the router binds
-functions once, so the number of plugins must not matter. Floor: one Python call of the same function.
+functions once, so the number of plugins must not matter. Floor: one Python call of the same function. The backend declares
+``strided_q`` and ``writes_out``, as ours do; without them the router checks strides and copies, which costs 1.6 us more.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Plugin:
 
 
 def build(plugins: int) -> tuple[Router, MhaLayer, AttentionBatch]:
-    manifests = [toy(f"p{number}", page_size=[16], features=["mixed"]) for number in range(plugins)]
+    manifests = [toy(f"p{number}", page_size=[16], features=["mixed", "strided_q", "writes_out"]) for number in range(plugins)]
     plan = solve_plan(
         mha_model(layers=1), parse_platform("cuda:sm90"), Options.of(page_size=16), manifests, tie_order={}
     )
