@@ -62,7 +62,9 @@ class Plugin:
 
 
 def build(plugins: int) -> tuple[Router, MhaLayer, AttentionBatch]:
-    manifests = [toy(f"p{number}", page_size=[16], features=["mixed", "strided_q", "writes_out"]) for number in range(plugins)]
+    manifests = [
+        toy(f"p{number}", page_size=[16], features=["mixed", "strided_q", "writes_out"]) for number in range(plugins)
+    ]
     plan = solve_plan(
         mha_model(layers=1), parse_platform("cuda:sm90"), Options.of(page_size=16), manifests, tie_order={}
     )
