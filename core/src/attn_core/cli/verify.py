@@ -10,7 +10,7 @@ import click
 
 
 @click.command("verify", help=__doc__)
-@click.argument("backend", metavar="KIND/NAME")
+@click.argument("backend", metavar="KIND/NAME[:VARIANT]")
 @click.option("--device", default="cpu", show_default=True, help="torch device to run on")
 @click.option("--quick", is_flag=True, help="one case per declaration, small shapes")
 @click.option(
@@ -18,6 +18,9 @@ import click
     type=float,
     default=None,
     help="seconds; what is left is skipped and said so. Default 300, quick 50; 0: none",
+)
+@click.option(
+    "--jobs", type=click.IntRange(1), default=1, show_default=True, help="processes; a crash then costs one cell"
 )
 @click.option("--only", multiple=True, help="only this check (repeatable)")
 @click.option(
@@ -32,6 +35,7 @@ def command(
     device: str,
     quick: bool,
     budget: float | None,
+    jobs: int,
     only: tuple[str, ...],
     report_path: str | None,
     as_json: bool,
@@ -56,6 +60,7 @@ def command(
         only=only,
         progress=_progress(backend) if shown else None,
         budget_s=seconds or None,
+        jobs=jobs,
     )
     if as_json:
         click.echo(json.dumps(report, indent=1))

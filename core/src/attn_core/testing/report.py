@@ -23,6 +23,7 @@ from attn_core.errors import UsageError
 from attn_core.geometry import BACKEND_KINDS
 from attn_core.testing.cells import Cell, CellResult, count, describe, hardware_of, list_cells, run_cell
 from attn_core.testing.harness import BackendUnderTest
+from attn_core.testing.workers import Job, run_cells
 
 SCHEMA_VERSION = 1
 Progress = Callable[[int, int, CellResult], None]
@@ -49,49 +50,74 @@ def run_verification(
     progress: Progress | None = None,
     backend: BackendUnderTest | None = None,
     budget_s: float | None = None,
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Run the kit on an installed backend (or on `backend`) and return the report, written to `report_path` if given.
 
-    `only` restricts it to checks by name; `progress` is called after each cell with (done, all, result). Once `budget_s`
+    `name` may end in ``:variant``. `only` restricts it to checks by name; `jobs` above 1 runs cells in so many processes
+    (the backend must be installed: they find it by name), where a crash fails one cell and the rest go on; `progress` is called after each cell with (done, all, result). Once `budget_s`
     seconds are spent, what is left is skipped and says so; every check has had a cell by then if time allowed. It is fine if ``report["summary"]["failed"] == 0``. Raises :class:`UsageError` for an unknown backend or check,
     :class:`PluginError` for a broken plugin, :class:`PlatformError` for a device that is not here.
     """
+    name, _, variant = name.partition(":")
+    if jobs > 1 and backend is not None:
+        raise UsageError("a backend object cannot be run in worker processes", "needed   an installed one, or jobs=1")
     examined = backend or BackendUnderTest.installed(kind, name)
     start = time.perf_counter()
     cells = list_cells(examined, device, quick)
-    known = {cell.check for cell in cells}
-    unknown = [check for check in only if check not in known]
-    if unknown:
-        raise UsageError(
-            f"no check {unknown[0]!r} runs on {examined.manifest.id} here", f"checks   {', '.join(sorted(known))}"
-        )
-    chosen = [cell for cell in cells if not only or cell.check in only]
+    numbers = _chosen(examined, cells, only, variant)
     if budget_s is not None:
-        chosen = in_turns(chosen)
-    results: list[CellResult] = []
-    for number, cell in enumerate(chosen, 1):
-        late = budget_s is not None and time.perf_counter() - start > budget_s and not cell.undeclared
-        results.append(_out_of_time(cell, budget_s) if late else run_cell(examined, cell, device))
+        numbers = in_turns(cells, numbers)
+    finished = 0
+
+    def done(result: CellResult) -> CellResult:
+        nonlocal finished
+        finished += 1
         if progress is not None:
-            progress(number, len(chosen), results[-1])
+            progress(finished, len(numbers), result)
+        return result
+
+    def late(cell: Cell) -> CellResult | None:
+        spent = budget_s is not None and time.perf_counter() - start > budget_s and not cell.undeclared
+        return CellResult(cell, "skipped", f"the time budget of {budget_s or 0.0:.0f} s is spent") if spent else None
+
+    if jobs > 1:
+        results = run_cells(Job(kind, name, device, quick), cells, numbers, jobs, late=late, done=done)
+    else:
+        results = [done(late(cells[number]) or run_cell(examined, cells[number], device)) for number in numbers]
     report = make_report(examined, results, device, quick, time.perf_counter() - start)
     if report_path is not None:
         write_report(report, report_path)
     return report
 
 
-def _out_of_time(cell: Cell, budget_s: float | None) -> CellResult:
-    return CellResult(cell, "skipped", f"the time budget of {budget_s or 0.0:.0f} s is spent")
+def _chosen(backend: BackendUnderTest, cells: Sequence[Cell], only: Sequence[str], variant: str) -> list[int]:
+    """Numbers of the cells asked for."""
+    known = {cell.check for cell in cells}
+    unknown = [check for check in only if check not in known]
+    if unknown:
+        raise UsageError(
+            f"no check {unknown[0]!r} runs on {backend.manifest.id} here", f"checks   {', '.join(sorted(known))}"
+        )
+    variants = [item.name for item in backend.manifest.variants]
+    if variant and variant not in variants:
+        raise UsageError(f"{backend.manifest.id} has no variant {variant!r}", f"variants {', '.join(variants)}")
+    return [
+        number
+        for number, cell in enumerate(cells)
+        if (not only or cell.check in only) and variant in ("", cell.variant)
+    ]
 
 
-def in_turns(cells: Sequence[Cell]) -> list[Cell]:
-    """Cells in an order in which every check runs once before any runs twice."""
+def in_turns(cells: Sequence[Cell], numbers: Iterable[int]) -> list[int]:
+    """Numbers of cells in an order in which every check runs once before any runs twice."""
     seen: dict[str, int] = {}
     ranked = []
-    for cell in cells:
-        seen[cell.check] = seen.get(cell.check, 0) + 1
-        ranked.append((seen[cell.check], cell))
-    return [cell for _, cell in sorted(ranked, key=lambda pair: pair[0])]
+    for number in numbers:
+        check = cells[number].check
+        seen[check] = seen.get(check, 0) + 1
+        ranked.append((seen[check], number))
+    return [number for _, number in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def make_report(
