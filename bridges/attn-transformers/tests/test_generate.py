@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import PROMPTS, alone, make, padded, together
+from tiny_models import PROMPTS, alone, make, padded, together, using
 
 from attn_transformers import load
 
@@ -57,7 +57,7 @@ def test_logits_of_a_padded_batch_are_those_of_each_prompt_alone(llama):
     attn = load(llama)
     inputs = padded()
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    logits = llama(**inputs, position_ids=positions, cache=attn.new_cache()).logits[:, -1]
+    logits = llama(**inputs, position_ids=positions, **using(attn.new_cache())).logits[:, -1]
     torch.testing.assert_close(logits, torch.stack(references), atol=1e-5, rtol=1e-5)
 
 
@@ -68,7 +68,7 @@ def test_right_padded_prompts_are_refused(llama):
     ids = torch.tensor([[7, 11, 0], [13, 17, 19]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     with pytest.raises(BatchError, match="padding after a token"):
-        llama(input_ids=ids, attention_mask=mask, cache=attn.new_cache())
+        llama(input_ids=ids, attention_mask=mask, **using(attn.new_cache()))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp8_e4m3", 0.25), ("fp8_e5m2", 0.5)])
@@ -76,7 +76,7 @@ def test_quantised_cache_is_close(llama, dtype, tolerance):
     ids = torch.tensor([list(PROMPTS[2])])
     reference = llama(ids).logits
     attn = load(llama, kv_cache_dtype=dtype)
-    logits = llama(ids, cache=attn.new_cache()).logits
+    logits = llama(ids, **using(attn.new_cache())).logits
     error = (logits - reference).abs().max() / reference.abs().max()
     assert 0 < error < tolerance
     assert together(attn).shape == (len(PROMPTS), 12)
@@ -88,7 +88,7 @@ def test_scales_of_a_quantised_cache(llama):
     errors = []
     for scale in (0.01, 1000.0):  # too small saturates, too large loses everything to rounding
         attn = load(llama, kv_cache_dtype="fp8_e4m3", kv_scales=dict.fromkeys(range(3), (scale, scale)))
-        errors.append(float((llama(ids, cache=attn.new_cache()).logits - reference).abs().max()))
+        errors.append(float((llama(ids, **using(attn.new_cache())).logits - reference).abs().max()))
         attn.detach()
     assert errors[0] < errors[1]
 
@@ -122,9 +122,9 @@ def test_a_second_turn_continues_the_cache(llama):
     attn = load(llama, page_size=4)
     cache = attn.new_cache()
     ids = torch.tensor([first])
-    ids = llama.generate(input_ids=ids, cache=cache, max_new_tokens=5, do_sample=False)
+    ids = llama.generate(input_ids=ids, **using(cache), max_new_tokens=5, do_sample=False)
     ids = torch.cat([ids, torch.tensor([second])], 1)
-    output = llama.generate(input_ids=ids, cache=cache, max_new_tokens=6, do_sample=False)
+    output = llama.generate(input_ids=ids, **using(cache), max_new_tokens=6, do_sample=False)
     assert output[0, ids.shape[1] :].tolist() == whole[0].tolist()
 
 
@@ -141,7 +141,7 @@ def test_pages_come_back(llama):
         together(attn)
         assert all(pool.used == 0 for pool in attn.kv.stats().pools)
     cache = attn.new_cache()
-    llama(torch.tensor([[5, 6, 7]]), cache=cache)
+    llama(torch.tensor([[5, 6, 7]]), **using(cache))
     assert attn.kv.stats().requests == 1
     del cache
     assert attn.kv.stats().requests == 0

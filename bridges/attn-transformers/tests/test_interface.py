@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import make
+from tiny_models import make, using
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attn_core.errors import BatchError, BindError, PlanError, UsageError
@@ -71,7 +71,7 @@ def test_the_cache_refuses_another_attention(llama):
     cache = load(llama).new_cache()
     llama.set_attn_implementation("sdpa")
     with pytest.raises(BindError, match="not attn-core"):
-        llama(IDS, cache=cache)
+        llama(IDS, **using(cache))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_differences_from_the_plan(kind, change, named):
     for name, value in change.items():
         setattr(model.model.layers[0].self_attn, name, value)
     with pytest.raises(BindError, match=named):
-        model(IDS, cache=cache)
+        model(IDS, **using(cache))
 
 
 def test_sinks_that_were_not_planned(llama):
@@ -99,19 +99,19 @@ def test_sinks_that_were_not_planned(llama):
         lambda module, args, kwargs: (args, {**kwargs, "s_aux": torch.zeros(4)}), with_kwargs=True
     )
     with pytest.raises(BindError, match="sinks"):
-        llama(IDS, cache=cache)
+        llama(IDS, **using(cache))
 
 
 def test_gradients_are_refused(llama):
     cache = load(llama).new_cache()
     with torch.enable_grad(), pytest.raises(BatchError, match="no gradient"):
-        llama(IDS, cache=cache)
+        llama(IDS, **using(cache))
 
 
 def test_a_mask_with_four_dimensions_is_refused(llama):
     cache = load(llama).new_cache()
     with pytest.raises(BatchError, match="4-D"):
-        llama(IDS, attention_mask=torch.zeros(1, 1, 5, 5), cache=cache)
+        llama(IDS, attention_mask=torch.zeros(1, 1, 5, 5), **using(cache))
 
 
 def test_masks_beyond_padding_are_refused():

@@ -126,3 +126,10 @@ def together(attn, prompts=PROMPTS, new: int = 12, **options) -> torch.Tensor:
     inputs = padded(prompts)
     output = attn.generate(**inputs, max_new_tokens=new, do_sample=False, **options)
     return output[:, inputs["input_ids"].shape[1] :]
+
+
+def using(cache):
+    """The keyword argument under which this transformers takes a cache."""
+    from attn_transformers._compat import cache_argument
+
+    return {cache_argument(): cache}

@@ -31,6 +31,29 @@ def cache_argument() -> str:
     return "cache" if "cache" in parameters else "past_key_values"
 
 
+def serving_modules() -> tuple[Any, Any]:
+    """transformers' command line application and the module of its server's model manager. Raises :class:`UsageError`."""
+    import transformers
+
+    try:
+        from transformers.cli.serving import model_manager
+        from transformers.cli.transformers import app
+        from transformers.utils.import_utils import is_serve_available
+    except ImportError as cause:
+        raise UsageError(
+            f"transformers {transformers.__version__} has no server that this bridge knows",
+            f"cause    {cause}",
+            fix="pip install 'transformers[serving]>=5.19'",
+        ) from cause
+    if not is_serve_available():
+        raise UsageError(
+            "the server of transformers needs packages that are missing",
+            "needed   fastapi, uvicorn, openai, pydantic",
+            fix="pip install 'attn-transformers[serve]'",
+        )
+    return app, model_manager
+
+
 def pool_layer(pool: Any, layer_index: int) -> PoolLayer:
     """The rows of one layer in a ``PagedAttentionCache``. Raises :class:`UsageError` for a layout that is not known."""
     try:
@@ -45,5 +68,5 @@ def pool_layer(pool: Any, layer_index: int) -> PoolLayer:
         raise UsageError(
             f"the page pool of transformers {transformers.__version__} has a layout this bridge does not know",
             f"cause    {type(cause).__name__}: {cause}",
-            fix="continuous batching needs transformers 5.23 or later; generate() with load(model) works with older ones",
+            fix="continuous batching needs transformers 5.19 or later; generate() with load(model) works with older ones",
         ) from cause

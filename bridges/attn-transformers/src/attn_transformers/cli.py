@@ -1,4 +1,4 @@
-"""``attn demo``: a click command that attn-core's command line loads from the entry-point group ``attn.commands``."""
+"""``attn demo`` and ``attn serve``: click commands that attn-core loads from the entry-point group ``attn.commands``."""
 
 from __future__ import annotations
 
@@ -45,6 +45,31 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 
         click.echo(json.dumps(report.to_dict(), indent=1))
     ctx.exit(0 if report.ok else 1)
+
+
+@click.command("serve", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True})
+@click.argument("model")
+@click.option("--attention-backend", default=None, help=f"backend of prefill and decode: {_BACKEND}")
+@click.option("--prefill-attention-backend", default=None, help=f"backend of prefill: {_BACKEND}")
+@click.option("--decode-attention-backend", default=None, help=f"backend of decode: {_BACKEND}")
+@click.option("--page-size", type=click.IntRange(min=1), default=None, help="tokens in a page of the KV cache")
+@click.option("--kv-cache-dtype", default=None, help="element type of the KV cache: auto, fp8_e4m3, fp8_e5m2, fp4, …")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="room for keys and values, in tokens",
+)
+@click.argument("server", nargs=-1, type=click.UNPROCESSED)
+def serve(model: str, server: tuple[str, ...], max_tokens: int, **options: Any) -> None:
+    """Start transformers' OpenAI-compatible server for MODEL, its attention served by the plan's backends.
+
+    Every other option goes to `transformers serve`: --port, --host, --device, --dtype, --continuous-batching, --cb-….
+    """
+    from attn_transformers.serve import serve as run
+
+    run(model, options, max_tokens=max_tokens, server=server)
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:

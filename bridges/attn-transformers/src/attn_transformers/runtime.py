@@ -60,7 +60,7 @@ class AttnModel:
         self, model: Any, plan: Plan, max_tokens: int, kv_scales: Mapping[int, tuple[float, float]], name: str
     ) -> None:
         self.model, self.plan, self.name = model, plan, name
-        self._config = text_config(model)
+        self._config, self._generate = text_config(model), model.generate
         self._check_dtype()
         self.layers: dict[int, MhaLayer] = make_layers(model, plan)
         for index, (k_scale, v_scale) in kv_scales.items():
@@ -88,7 +88,7 @@ class AttnModel:
         cache = self.new_cache()
         keep = False
         try:
-            result = self.model.generate(*args, **{cache_argument(): cache}, **kwargs)
+            result = self._generate(*args, **{cache_argument(): cache}, **kwargs)
             keep = not isinstance(result, torch.Tensor)
             return result
         finally:
