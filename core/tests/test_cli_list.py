@@ -115,6 +115,7 @@ def test_doctor_probes_and_reports(site: Site, tmp_path: Path) -> None:
     site.add("attn-good", manifest_text("good"))
     site.add("attn-needy", manifest_text("needy", variant='requires = ["no-such-kernels>=2"]'))
     site.add("attn-later", manifest_text("later", status="planned"))
+    site.add("attn-elsewhere", manifest_text("elsewhere").replace('["nvidia", "cpu"]', '["nvidia"]\narch = ["sm90"]'))
     report = tmp_path / "report.json"
     done = site.attn("doctor", "--device", "cpu", "--report", str(report), ATTN_PLUGIN_TIMEOUT="9")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -125,6 +126,8 @@ def test_doctor_probes_and_reports(site: Site, tmp_path: Path) -> None:
     assert rows["mha/good:default"].split()[1] == "ready"
     assert rows["mha/later:default"].split()[1] == "planned"
     assert "pip install 'no-such-kernels>=2'" in rows["mha/needy:default"]
+    assert rows["mha/elsewhere:default"].split()[1] == "no"
+    assert "arch: needs sm90; have cpu" in rows["mha/elsewhere:default"]
     assert "no problem found" in done.stdout
     document = json.loads(report.read_text())
     assert document["schema_version"] == 1

@@ -70,6 +70,8 @@ def load(dtype: Any = None, device: str = "cpu", *, attn_implementation: str = "
     folder = str(path.parent)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=path.name)
     tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:  # transformers before 5.19 reads none from the file
+        tokenizer.pad_token = tokenizer.eos_token
     made: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         config=parsed,

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from attn_core.availability import Availability
     from attn_core.discovery import Registry
+    from attn_core.manifest import Variant
     from attn_core.platform import Platform
 
 SCHEMA_VERSION = 1
@@ -54,7 +56,8 @@ def examine(registry: Registry, platform: Platform, *, verify: bool = False) -> 
     listing = document(registry)
     backends = []
     for manifest, entry in zip(registry.manifests, listing["backends"], strict=True):
-        variants = {name: answer.to_dict() for name, answer in registry.probe(manifest, platform).items()}
+        answers = registry.probe(manifest, platform)
+        variants = {name: _here(manifest.variant(name), answer, platform) for name, answer in answers.items()}
         backends.append({**entry, "variants": variants})
     files = _verify(registry) if verify else None
     problems = [problem.to_dict() for problem in registry.problems]  # probing may have found more
@@ -73,6 +76,28 @@ def examine(registry: Registry, platform: Platform, *, verify: bool = False) -> 
         "problems": problems,
         **({"files": files} if files is not None else {}),
     }
+
+
+def _here(variant: Variant, answer: Availability, platform: Platform) -> dict[str, Any]:
+    """The probe's answer as JSON; a variant that declares nothing for this hardware does not run here either."""
+    from attn_core.reasons import Reason
+
+    table, hardware = answer.to_dict(), {"vendor": platform.vendor, "arch": platform.arch}
+    served = any(
+        all(item.accepts(hardware[item.axis]) for item in row.conditions if item.axis in hardware)
+        for row in variant.allow
+    )
+    if not answer.ok or served:
+        return table
+    archs = {
+        name for row in variant.allow for item in row.conditions if item.axis == "arch" for name in _words(item.value)
+    }
+    reason = Reason("arch", need=", ".join(sorted(archs)) or "other hardware", have=str(platform))
+    return {**table, "ok": False, "reasons": [reason.to_dict()]}
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, tuple) else (str(value),)
 
 
 def _libraries(registry: Registry) -> dict[str, str]:
