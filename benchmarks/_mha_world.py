@@ -68,6 +68,10 @@ class World:
     device: torch.device
     kept: dict[str, Any] = field(default_factory=dict)
 
+    def outs(self) -> list[torch.Tensor]:
+        """A result tensor for each copy of the cache, NaN."""
+        return [torch.full_like(inputs.q, float("nan")) for inputs in self.inputs]
+
 
 def build_world(shape: Shape, device: str = "cuda", spread: int = 256 << 20) -> World:
     """Random data with permuted pages; enough copies that all caches together exceed `spread` bytes."""
@@ -165,8 +169,7 @@ def triton_calls(world: World) -> list[Callable[[], Any]]:
     metadata = backend.attn_metadata(world.batch, world.group, phase, None, False)
     world.kept["triton"] = backend, metadata
     hook = backend.attn_decode if phase == "decode" else backend.attn_extend
-    outs = [torch.empty_like(inputs.q) for inputs in world.inputs]
-    world.kept["out"] = outs
+    outs = world.kept["out"] = world.outs()
     return [
         lambda inputs=inputs, cache=cache, out=out: hook(inputs, world.layer, cache, metadata, out)
         for inputs, cache, out in zip(world.inputs, world.caches, outs, strict=True)

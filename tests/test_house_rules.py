@@ -64,7 +64,7 @@ def test_core_imports_no_plugin() -> None:
 
 
 def test_packages_have_what_every_package_has() -> None:
-    for project in [*ROOT.glob("plugins/*"), *ROOT.glob("bridges/*"), ROOT / "core"]:
+    for project in [*ROOT.glob("plugins/*"), *ROOT.glob("bridges/attn-*"), ROOT / "core"]:
         for name in ("pyproject.toml", "README.md", "CHANGELOG.md"):
             assert (project / name).is_file(), project / name
         assert list(project.glob("src/*/py.typed")), project

@@ -143,7 +143,7 @@ GOLDEN = {
     ("mha", "fa3"): {90},
     ("mha", "fa4"): {90, 100, 103},
     ("mha", "flashinfer"): FLASHINFER,
-    ("mha", "trtllm_mha"): {90, 100, 103, 120, 121},
+    ("mha", "trtllm_mha"): set(),  # prefill on sm90 and sm12x is bf16 only; the row below
     ("mha", "triton"): FLASHINFER,
     ("mha", "hpc_ops"): set(),  # bf16 only; the row below
     ("mha", "aiter"): set(),
@@ -160,7 +160,12 @@ GOLDEN = {
     ("mla", "flashinfer"): {80, 86, 89, 90, 100, 103, 120, 121},
     ("mla", "triton"): FLASHINFER,
 }
-IN_BF16 = {("mha", "hpc_ops"): {90}, ("mla", "trtllm_mla"): {100, 103}, ("mla", "cutedsl_mla"): {100, 103}}
+IN_BF16 = {
+    ("mha", "hpc_ops"): {90},
+    ("mha", "trtllm_mha"): {90, 100, 103, 120, 121},
+    ("mla", "trtllm_mla"): {100, 103},
+    ("mla", "cutedsl_mla"): {100, 103},
+}
 
 
 @pytest.mark.parametrize(("kind", "name"), GOLDEN, ids=str)

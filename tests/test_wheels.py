@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECTS = [ROOT / "core", *sorted(ROOT.glob("plugins/*")), *sorted(ROOT.glob("bridges/*"))]
+PROJECTS = [ROOT / "core", *sorted(ROOT.glob("plugins/*")), *sorted(ROOT.glob("bridges/attn-*"))]
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "ATTN_", "VIRTUAL_ENV"))}
 
 
@@ -60,7 +60,7 @@ def test_every_wheel_has_its_types_its_data_and_its_licence(wheels: Path) -> Non
     for path in wheels.glob("*.whl"):
         names = zipfile.ZipFile(path).namelist()
         assert any(name.endswith("py.typed") for name in names), path
-        if not path.name.startswith(("attn_core", "attn_transformers")):
+        if not path.name.startswith(("attn_core", "attn_transformers", "attn_vllm", "attn_sglang")):
             assert any(name.endswith("attn_manifest.toml") for name in names), path
         metadata = next(name for name in names if name.endswith("METADATA"))
         assert "Apache-2.0" in zipfile.ZipFile(path).read(metadata).decode(), path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from attn_core.graphs import GraphRunner, RerunRecorder, pad_batch
 from attn_core.layers import MhaInputs, MhaLayer
 from attn_core.options import Options
 from attn_core.paging import PoolRows, build_batch
+from attn_core.plan import PhasePlan
 from attn_core.planner import solve_plan
 from attn_core.platform import parse_platform
 from attn_core.router import Router
@@ -128,6 +130,21 @@ def test_no_workspace_grows_after_a_capture() -> None:
     assert all(context.frozen for context in router._contexts)
 
 
+def test_a_backend_that_is_never_captured_may_still_grow() -> None:
+    router, layer, _ = setup()
+    eager = replace(router._contexts[0], phases={"prefill": never_captured(router)}, _workspaces={})
+    router._contexts.append(eager)
+    runner_of(router, layer).capture("decode")
+    assert router._contexts[0].frozen
+    assert not eager.frozen
+    assert eager.workspace("keys", 64).numel() == 64
+
+
+def never_captured(router: Router) -> PhasePlan:
+    planned = router.plan.groups[0].phases["prefill"]
+    return replace(planned, graph=replace(planned.graph, level="none"))
+
+
 def test_without_graphs_on_the_device_the_runner_says_so() -> None:
     router, layer, _ = setup()
     with pytest.raises(GraphError, match="no graphs on cpu"):
@@ -144,3 +161,21 @@ def test_pad_batch_keeps_real_rows_and_points_the_rest_to_the_dummy() -> None:
     assert address.table is not None
     assert address.table[2:].unique().tolist() == [0]
     assert (padded.num_rows, padded.padded_rows) == (2, 4)
+    assert padded.query_offsets_cpu is not None, "backends that plan on the host need exact lengths of padded rows"
+    assert padded.query_offsets_cpu.tolist() == [0, 1, 2, 3, 4]
+    assert address.kv_lens_cpu is not None
+    assert address.kv_lens_cpu.tolist() == [5, 20, 1, 1]
+    assert padded.cpu_exact
+
+
+def test_a_chain_that_fills_its_bucket_gets_the_tree_that_the_graph_has() -> None:
+    runner = runner_of(*setup()[:2])
+    runner.capture("verify", 3)
+    for lens in ([9, 30], [9, 30, 20]):  # as many rows as the bucket holds, and fewer
+        batch = decode(lens, "verify", 3)
+        assert batch.tree is None
+        inputs = random_inputs(runner, batch.num_tokens)
+        replayed = runner.run(batch, inputs).clone()
+        eager = runner.forward(runner.router.begin(batch), inputs)
+        torch.testing.assert_close(replayed, eager)
+    assert runner.replays == 2

@@ -14,6 +14,7 @@ import pytest
 
 from attn_core.errors import UsageError
 from attn_core.geometry import MhaGeometry
+from attn_core.manifest import Row
 from attn_core.testing.bench import Bench
 from attn_core.testing.cells import FAILED, PASSED, REFUSED, SKIPPED, count, describe, list_cells, run_cell
 from attn_core.testing.checks import checks_of
@@ -297,3 +298,13 @@ def test_hardware_axes_hold_platform_and_libraries() -> None:
     hardware = Hardware(parse_platform("cuda:sm90,cuda=13.0"), Availability(True, versions={"triton": "3.6"}))
     axes = hardware.axes()
     assert (axes["arch"], axes["vendor"], axes["library.triton"]) == ("sm90", "nvidia", "3.6")
+
+
+def test_a_deny_row_on_element_types_is_asked_for_and_refused() -> None:
+    manifest = small_manifest()
+    row = Row({"dtypes": [{"q": "bf16"}]}, code="dtype", reason="bfloat16 is not computed", fix="--dtype float32")
+    denied = replace(manifest, variants=(replace(manifest.variants[0], deny=(row,)),))
+    backend = BackendUnderTest(denied, lambda found, variant, context: ReferenceBackend(context))
+    cells = [cell for cell in list_cells(backend, "cpu", quick=True) if cell.undeclared.startswith("deny dtype")]
+    assert [cell.ask.dtypes for cell in cells if cell.ask] == [("bf16", "fp32", "bf16")]
+    assert [run_cell(backend, cell).outcome for cell in cells] == [REFUSED]

@@ -365,6 +365,17 @@ def test_layers_are_checked_against_the_plan() -> None:
         fresh.bind([MhaLayer(0, group)], [None])
 
 
+def test_scales_do_not_apply_to_a_cache_of_16_bit_elements() -> None:
+    router, _, _, _ = two_way()
+    fresh = Router(router.plan, router.registry, device="cpu")
+    layer = MhaLayer(
+        0, fresh.plan.groups[0].group, k_scale=Scale(torch.tensor([0.5]), 0.5), v_scale=Scale(torch.ones(1))
+    )
+    fresh.bind([layer], [cache_for(layer.geometry)])
+    assert layer.k_scale is None
+    assert layer.v_scale is None
+
+
 def test_a_batch_in_a_phase_that_was_not_planned_is_refused() -> None:
     router, _, _, _ = two_way()
     with pytest.raises(BatchError, match="no plan for phase 'verify'"):

@@ -71,6 +71,12 @@ FEATURES: Mapping[str, Capability] = _table(
         tests=("chunked_local",),
     ),
     Capability(
+        "dual_chunk",
+        "Keys of the query's own chunk, of the one before and of earlier ones meet three rotations of it (q[T, Hq, 5, Dk]); the sizes are options named as in dual_chunk_attention_config.",
+        phases=("prefill", "decode"),
+        tests=("dual_chunk", "dual_chunk_rope"),
+    ),
+    Capability(
         "mm_spans",
         "Spans of the batch (images) attend to themselves in both directions, clamped to the window.",
         tests=("spans",),

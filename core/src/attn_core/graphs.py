@@ -220,7 +220,7 @@ class GraphRunner:
             max_query_len=query_len,
             addresses=tuple(self._static_address(pool, rows, tokens) for pool in pools),
             positions=torch.zeros(tokens, dtype=torch.int64, device=device),
-            cpu_exact=False,
+            query_offsets_cpu=torch.arange(0, tokens + 1, query_len, dtype=torch.int32),
             static=True,
             tree=tree,
             lane=self.lane,
@@ -231,11 +231,11 @@ class GraphRunner:
 
         device = self.router.device
         width = -(-self.limits.max_kv_len // pool.page_size)
+        lens = torch.full((rows,), _pad_len(self.state.pad_kv_len, tokens // rows), dtype=torch.int32)
         return KvAddress(
             page_size=pool.page_size,
-            kv_lens=torch.full(
-                (rows,), _pad_len(self.state.pad_kv_len, tokens // rows), dtype=torch.int32, device=device
-            ),
+            kv_lens=lens.to(device),
+            kv_lens_cpu=lens,
             new_slots=torch.full((tokens,), -1, dtype=torch.int64, device=device),
             max_kv_len=self.limits.max_kv_len,
             table=torch.zeros(rows, width, dtype=torch.int32, device=device),
@@ -262,30 +262,34 @@ def _static_tree(rows: int, width: int, device: torch.device) -> Tree:
 def pad_batch(batch: AttentionBatch, bucket: AttentionBatch, pad_kv_len: int) -> AttentionBatch:
     """`batch` with as many rows and tokens as `bucket`: padded rows have its query length, `pad_kv_len` keys, page 0, slot -1."""
     rows, tokens = bucket.padded_rows, bucket.padded_tokens
+    tree, query_len = batch.tree, bucket.max_query_len
+    if bucket.tree is not None and tree is None:  # a chain is a tree, too: the graph was captured with one
+        tree = _static_tree(batch.padded_rows, query_len, batch.query_offsets.device)
     if (batch.padded_rows, batch.padded_tokens) == (rows, tokens):
         return replace(
             batch,
+            tree=tree,
             addresses=tuple(_dense(a, b) for a, b in zip(batch.addresses, bucket.addresses, strict=True)),
             _views={},
         )
     import torch
 
-    query_len = bucket.max_query_len
     first = batch.num_tokens
     more = (
         torch.arange(1, rows - batch.num_rows + 1, dtype=torch.int32, device=batch.query_offsets.device) * query_len
         + first
     )
     positions = batch.positions
-    tree = batch.tree
-    if bucket.tree is not None and tree is None:
-        tree = _static_tree(batch.num_rows, query_len, batch.query_offsets.device)
+    host = batch.query_offsets_cpu  # backends that plan on the host need the padded rows there, too
+    if host is not None:
+        ends = torch.arange(1, rows - batch.num_rows + 1, dtype=torch.int32) * query_len + first
+        host = torch.cat([host[: batch.num_rows + 1], ends])
     return replace(
         batch,
         padded_rows=rows,
         padded_tokens=tokens,
         query_offsets=torch.cat([batch.query_offsets[: batch.num_rows + 1], more]),
-        query_offsets_cpu=None,
+        query_offsets_cpu=host,
         positions=None if positions is None else _padded(positions[:first], tokens, 0),
         addresses=tuple(
             _pad_address(_dense(a, b), batch, rows, tokens, pad_kv_len)
@@ -334,12 +338,13 @@ def _dense(address: Any, static: Any) -> KvAddress:
 
 def _pad_address(address: KvAddress, batch: AttentionBatch, rows: int, tokens: int, pad_kv_len: int) -> KvAddress:
     assert address.table is not None
+    pad, host = _pad_len(pad_kv_len, batch.max_query_len), address.kv_lens_cpu
     return replace(
         address,
-        kv_lens=_padded(address.kv_lens[: batch.num_rows], rows, _pad_len(pad_kv_len, batch.max_query_len)),
+        kv_lens=_padded(address.kv_lens[: batch.num_rows], rows, pad),
         new_slots=_padded(address.new_slots[: batch.num_tokens], tokens, -1),
         table=_padded(address.table[: batch.num_rows], rows, 0),
-        kv_lens_cpu=None,
+        kv_lens_cpu=None if host is None else _padded(host[: batch.num_rows], rows, pad),
         origin=None if address.origin is None else _padded(address.origin[: batch.num_rows], rows, 0),
         local_lens=None if address.local_lens is None else _padded(address.local_lens[: batch.num_rows], rows, 0),
     )

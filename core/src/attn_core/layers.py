@@ -29,7 +29,8 @@ class MhaInputs(NamedTuple):
 
     ``store`` asks for k and v to be written to the batch's new slots before attention reads the cache; without it they
     are there already. When attention runs, the cache holds every key up to ``kv_lens``, the new ones included; a backend
-    may read the new tokens from the cache or from ``k`` and ``v``.
+    may read the new tokens from the cache or from ``k`` and ``v``. A variant with ``dual_chunk`` also takes q[T, Hq, 5, Dk]:
+    rotated for keys of its own chunk, of the one before, of earlier ones, and twice more for sparse estimates.
     """
 
     q: torch.Tensor
@@ -84,7 +85,10 @@ class MmInputs(NamedTuple):
 
 @dataclass(slots=True)
 class Scale:
-    """A quantisation scale: real value = stored value * scale. ``tensor`` f32[1] or f32[Hk]; ``value`` the host copy."""
+    """A quantisation scale: real value = stored value * scale. ``tensor`` f32[1] or f32[Hk]; ``value`` the host copy.
+
+    Scales of keys and values belong to 8-bit and 4-bit pools; binding takes them off layers of wider ones.
+    """
 
     tensor: torch.Tensor
     value: float | None = None

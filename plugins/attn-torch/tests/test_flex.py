@@ -94,7 +94,7 @@ class _Honest:
 @settings(max_examples=80)
 @given(data=st.data())
 def test_plan_of_compiled_calls(flex: BackendUnderTest, judge: Any, specs: Any, data: st.DataObject) -> None:
-    spec = data.draw(specs(dtypes=TYPES, sinks=False, lse=False, page_sizes=(1, 4, 16)))
+    spec = data.draw(specs(dtypes=TYPES, sinks=False, lse=False, page_sizes=(1, 4, 12, 16)))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(flex_module, "form", _Honest)
         judge(flex, spec, "compiled")
@@ -102,7 +102,14 @@ def test_plan_of_compiled_calls(flex: BackendUnderTest, judge: Any, specs: Any, 
 
 @pytest.mark.parametrize(
     ("page_size", "rule"),
-    [(16, {}), (1, {"window": 150}), (256, {"chunk": 200}), (16, {"causal": False}), (256, {"softcap": 3.0})],
+    [
+        (16, {}),
+        (1, {"window": 150}),
+        (256, {"chunk": 200}),
+        (16, {"causal": False}),
+        (256, {"softcap": 3.0}),
+        (12, {"window": 40}),
+    ],
 )
 def test_plan_of_long_rows(
     flex: BackendUnderTest, judge: Any, monkeypatch: pytest.MonkeyPatch, page_size: int, rule: dict[str, Any]
@@ -180,7 +187,7 @@ def test_one_thread_compiles_a_form(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         return call
 
     monkeypatch.setattr(torch, "compile", fake_compile)
-    key = forms.FormKey(1, 1, 256, 2, 1, 16, 16, torch.float32, "cpu", (0, None, None, False), None, 0.25)
+    key = forms.FormKey(1, 1, 256, 256, 2, 1, 16, 16, torch.float32, "cpu", (0, None, None, False), None, 0.25)
     one, other = forms.Form(key), forms.Form(key._replace(keys=1024))
     log, q = logging.getLogger("attn_core"), torch.zeros(1)
     with caplog.at_level(logging.INFO, logger="attn_core"):

@@ -33,8 +33,13 @@ def make_plan(model: Any, options: Mapping[str, Any]) -> Plan:
     return plan_config(text_config(model), model.dtype, model.device, options)
 
 
-def plan_config(config: Any, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any]) -> Plan:
-    """Plan a model from its config alone, before any weight is loaded. Raises the planner's :class:`PlanError`."""
+def plan_config(
+    config: Any, dtype: torch.dtype, device: torch.device, options: Mapping[str, Any], *, draft: Any = None
+) -> Plan:
+    """Plan a model from its config alone, before any weight is loaded; `draft` is the config of a draft model.
+
+    Raises the planner's :class:`PlanError`.
+    """
     from attn_core.discovery import discover
     from attn_core.model import parse_model
     from attn_core.options import Options
@@ -43,7 +48,8 @@ def plan_config(config: Any, dtype: torch.dtype, device: torch.device, options: 
 
     flags = {"dtype": str(dtype), **{name: value for name, value in options.items() if value is not None}}
     platform = detect_platform(_device_name(device))
-    plan = plan_for(parse_model(config), platform, Options.of(flags), discover())
+    drafts = None if draft is None else parse_model(draft)
+    plan = plan_for(parse_model(config), platform, Options.of(flags), discover(), draft=drafts)
     _check_served(plan)
     return plan
 

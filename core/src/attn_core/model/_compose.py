@@ -127,7 +127,7 @@ def _language(view: View, vision: View | None) -> Parts:
     ):
         notes += _ignored_window(main, rule)
     layers = _own(main, rule)
-    return Parts(layers, main, rule, notes + _assumed(main))
+    return Parts(layers, main, rule, notes + _dual_chunk(main) + _assumed(main))
 
 
 def _towers_only(view: View, vision: View | None, audio: View | None) -> Parts:
@@ -149,6 +149,16 @@ def _ignored_window(view: View, rule: Rule) -> list[str]:
     if rule.layout is not None or view.flag("use_sliding_window") is False or not window:
         return []
     return [f"sliding_window {window} is not read by the code of {view.kind}; its layers are full"]
+
+
+def _dual_chunk(view: View) -> list[str]:
+    """Models with dual chunk attention run as ordinary attention, too: which of the two is the server's decision."""
+    if not view.get("dual_chunk_attention_config"):
+        return []
+    return [
+        "dual_chunk_attention_config is not planned for: attention is ordinary unless a backend with dual_chunk is asked "
+        "for by name, with these sizes as its options"
+    ]
 
 
 def _own(view: View, rule: Rule) -> list[Layer]:

@@ -21,6 +21,7 @@ from attn_core.plan import PhasePlan, Plan
 from attn_core.router._checks import (
     check_batch,
     check_layers,
+    drop_scales,
     graph_allows,
     refuse_what_routers_cannot,
 )
@@ -111,13 +112,15 @@ class Router:
         """Register the model's layers and their caches, once. ``caches[i]`` belongs to ``layers[i]`` (None for ``mm``).
 
         Checks every layer against its group (sinks, soft cap, dims, dtypes, formats, page sizes). Raises :class:`BindError`;
-        the router is then as it was.
+        the router is then as it was. Scales of keys and values are taken off layers whose pool holds 16-bit or wider elements:
+        those are the values themselves, whatever a checkpoint brings for an 8-bit cache.
         """
         if self._bound:
             raise BindError("this router is bound already; make another one for other layers")
         found = check_layers(layers, caches, self._groups, self._names, self.plan)
         for slot, (layer, number, cache) in enumerate(found):
             layer.slot = slot
+            drop_scales(layer, cache)
             if cache is not None:
                 self._groups[number].caches.append(cache)
         self._bound = [BoundLayer(*item) for item in found]
@@ -334,9 +337,12 @@ class Router:
         return RouterGraphState(limits, lane, states)
 
     def freeze(self) -> None:
-        """After the first capture no workspace of any backend grows any more (a graph has recorded its address)."""
+        """After the first capture no workspace grows any more that a graph may have recorded the address of.
+
+        A backend without a graph level in any of its phases runs eagerly beside the graphs, and may still meet longer rows.
+        """
         for context in self._contexts:
-            context.frozen = True
+            context.frozen = any(phase.graph.level != "none" for phase in context.phases.values())
 
     def warmup(self, limits: GraphLimits) -> None:
         """Compile and tune every planned backend before serving or capture."""

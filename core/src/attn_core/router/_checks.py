@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attn_core.batch import KvAddress
 from attn_core.capabilities import graph_rank
 from attn_core.errors import BatchError, BindError, GraphError
-from attn_core.layers import MhaCache, MhaLayer
+from attn_core.layers import MhaCache, MhaLayer, MlaCache, MlaLayer
 
 if TYPE_CHECKING:
     from attn_core.batch import AttentionBatch
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 
 # --- bind ---------------------------------------------------------------------------------------------------------------
+
+
+def drop_scales(layer: Layer, cache: Cache | None) -> None:
+    """Take key and value scales off a layer whose cache holds 16-bit or wider elements; no kernel would apply them."""
+    if isinstance(layer, MhaLayer) and isinstance(cache, MhaCache) and cache.k.dtype.itemsize > 1:
+        layer.k_scale = layer.v_scale = None
+    if isinstance(layer, MlaLayer) and isinstance(cache, MlaCache) and cache.data.dtype.itemsize > 1:
+        layer.k_scale = None
 
 
 def check_layers(

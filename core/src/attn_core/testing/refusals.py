@@ -100,6 +100,9 @@ def _move_into(row: Row, declared: list[Ask]) -> Ask | None:
     ask = declared[0]
     extra: dict[str, Any] = {}
     for condition in row.conditions:
+        if condition.axis == "dtypes":
+            ask = replace(ask, dtypes=_triple(condition.value, ask.dtypes))
+            continue
         values = [item[1] if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) else item for item in (condition.value if isinstance(condition.value, tuple) else (condition.value,))]  # fmt: skip
         value = next((v for v in values if _accepts(condition, v)), None)
         if value is None:
@@ -117,6 +120,13 @@ def _move_into(row: Row, declared: list[Ask]) -> Ask | None:
         else:
             extra[condition.axis] = frozenset([value]) if condition.axis == "traits" else value
     return replace(ask, extra=tuple(extra.items()))
+
+
+def _triple(value: Any, usual: tuple[str, str, str]) -> tuple[str, str, str]:
+    """(q, kv, out) of the first triple of a condition; what it leaves open is as usual, the result as the query."""
+    first: dict[str, str] = dict(value[0])
+    q = first.get("q", usual[0])
+    return q, first.get("kv", usual[1]), first.get("out", q if "q" in first else usual[2])
 
 
 def _accepts(condition: Any, value: Any) -> bool:

@@ -151,10 +151,13 @@ def make_report(
 
 
 def write_report(report: dict[str, Any], path: str | Path) -> None:
-    """Write a report as indented JSON; folders are made."""
+    """Write a report as indented JSON, one line a cell; folders are made."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    head = json.dumps({**report, "cells": []}, indent=1)
+    cells = ",\n".join(f"  {json.dumps(cell)}" for cell in report["cells"])
+    text = head.replace('"cells": []', f'"cells": [\n{cells}\n ]') if cells else head
+    target.write_text(text + "\n", encoding="utf-8")
 
 
 def load_schema() -> dict[str, Any]:

@@ -114,25 +114,25 @@ class FlexAttention:
         """One call: out[n * L, Hq, Dv] and, uncompiled, lse[n * L, Hq]."""
         geometry = self.geometry
         queries = torch.unflatten(q.index_select(0, call.tokens), 0, (call.rows, call.queries)).transpose(1, 2)
-        half = bytes_per_key(geometry.kv_heads, 1, q.dtype) // 2 * call.rows * call.keys
+        half = bytes_per_key(geometry.kv_heads, 1, q.dtype) // 2 * call.rows * call.room
         planes: list[torch.Tensor] = []
         for name, pages, factors, dim in (
             ("flex.k", cache.k, cache.k_blocks, geometry.qk_dim),
             ("flex.v", cache.v, cache.v_blocks, geometry.v_dim),
         ):
             room = self.context.workspace(name, half * dim, metadata.lane)[: half * dim].view(q.dtype)
-            room = room.view(call.rows * call.keys, geometry.kv_heads, dim)
+            room = room.view(call.rows * call.room, geometry.kv_heads, dim)
             picked = pick_pages(pages, factors, call.source, metadata.page_size, q.dtype)
             torch.unflatten(room, 0, (-1, metadata.page_size)).index_copy_(0, call.target, picked)
             room.index_fill_(0, call.unused, 0)
-            planes.append(torch.unflatten(room, 0, (call.rows, call.keys)).transpose(1, 2))
+            planes.append(torch.unflatten(room, 0, (call.rows, call.room))[:, : call.keys].transpose(1, 2))
         modify = _modify(geometry.softcap, factor)
         if not self.compiled:
-            out, lse = eager(queries, planes[0], planes[1], call.mask, modify, geometry.scale)
+            out, lse = eager(queries, planes[0], planes[1], call.visible(), modify, geometry.scale)
             return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
         key = FormKey(
-            call.rows, call.queries, call.keys, geometry.q_heads, geometry.kv_heads, geometry.qk_dim, geometry.v_dim,
-            q.dtype, str(q.device), (*call.mask_kind, factor is not None), geometry.softcap, geometry.scale,
+            call.rows, call.queries, call.keys, call.room, geometry.q_heads, geometry.kv_heads, geometry.qk_dim,
+            geometry.v_dim, q.dtype, str(q.device), (*call.mask_kind, factor is not None), geometry.softcap, geometry.scale,
         )  # fmt: skip
         out = form(key)(queries, planes[0], planes[1], call.mask, modify, self.context.log)
         return out.transpose(1, 2).flatten(0, 1), None

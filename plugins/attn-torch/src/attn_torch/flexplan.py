@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from attn_core.batch import KvAddress
-from attn_torch.forms import BLOCK, bucket, query_bucket
+from attn_torch.forms import BLOCK, bucket, grid, query_bucket
 from attn_torch.rules import Rules, StepLengths, visible
 from attn_torch.units import Targets, as_slice, look_up
 
@@ -26,7 +26,7 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class FlexCall:
-    """One call: n rows of L queries and room for S keys; key at position j of row b lies at ``b * S + j``.
+    """One call: n rows of L queries and S keys; key at position j of row b lies at ``b * room + j``, room in whole pages.
 
     ``tokens`` i64[n * L] are the queries (padding repeats some token); pages ``source`` go to pages ``target`` of the room,
     and keys ``unused`` are zeroed: they lie in blocks that are read. ``mask_kind`` names what the mask is compiled with.
@@ -35,6 +35,7 @@ class FlexCall:
     rows: int
     queries: int
     keys: int
+    room: int
     tokens: torch.Tensor
     targets: Targets
     source: torch.Tensor
@@ -42,6 +43,14 @@ class FlexCall:
     unused: torch.Tensor
     mask: BlockMask
     mask_kind: tuple[Any, ...]
+    seen: torch.Tensor | None = None
+
+    def visible(self) -> torch.Tensor:
+        """bool[n, 1, L, S]: the mask as a tensor, made by the first layer and kept for the step's others."""
+        if self.seen is None:
+            axes = grid((self.rows, 1, self.queries, self.keys), self.tokens.device)
+            self.seen = self.mask.mask_mod(*axes)
+        return self.seen
 
 
 def plan_calls(
@@ -93,16 +102,17 @@ def _call(
     written = (start[:, None] + number)[valid]
     everything = count == real and bool(valid.all())
     picks = None if everything else valid.flatten().nonzero().flatten().to(device, non_blocking=True)
-    source, target = _pages(address, rows, low, kv_len, origin, keys)
+    room = -(-keys // address.page_size) * address.page_size
+    source, target = _pages(address, rows, low, kv_len, origin, room)
     mask, kind = _mask(on_device, rows, count, queries, keys, (kv_len, query_len, low), rules)
     return FlexCall(
-        count, queries, keys, tokens.flatten().to(device, non_blocking=True), Targets(written.to(device, non_blocking=True), picks, as_slice(written)),
-        source, target, _unused(low, kv_len, keys, rounded).to(device, non_blocking=True), mask, kind,
+        count, queries, keys, room, tokens.flatten().to(device, non_blocking=True), Targets(written.to(device, non_blocking=True), picks, as_slice(written)),
+        source, target, _unused(low, kv_len, room, rounded).to(device, non_blocking=True), mask, kind,
     )  # fmt: skip
 
 
 def _pages(
-    address: KvAddress, rows: torch.Tensor, low: torch.Tensor, kv_len: torch.Tensor, origin: torch.Tensor, keys: int
+    address: KvAddress, rows: torch.Tensor, low: torch.Tensor, kv_len: torch.Tensor, origin: torch.Tensor, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(source i32[m], target i64[m]): the pages that hold keys ``low … kv_len - 1``, and their places in the room.
 
@@ -117,12 +127,12 @@ def _pages(
     source = look_up(
         address, rows[owner].to(device, non_blocking=True), column.to(device, non_blocking=True)[:, None]
     ).flatten()
-    return source, (owner * (keys // size) + page).to(device, non_blocking=True)
+    return source, (owner * (room // size) + page).to(device, non_blocking=True)
 
 
-def _unused(low: torch.Tensor, kv_len: torch.Tensor, keys: int, rounded: bool) -> torch.Tensor:
+def _unused(low: torch.Tensor, kv_len: torch.Tensor, room: int, rounded: bool) -> torch.Tensor:
     """i64: what is no key in the blocks that are read (compiled) or anywhere (uncompiled code reads everything)."""
-    place = torch.arange(keys)
+    place = torch.arange(room)
     inside = (place >= low[:, None]) & (place < kv_len[:, None])
     if rounded:
         block = place // BLOCK

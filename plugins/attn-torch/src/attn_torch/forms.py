@@ -8,11 +8,11 @@ been compiled for eight shapes: every form is a function with code of its own.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ class FormKey(NamedTuple):
     rows: int
     queries: int
     keys: int
+    room: int  #: keys from one row to the next in memory
     q_heads: int
     kv_heads: int
     qk_dim: int
@@ -108,37 +109,28 @@ def form(key: FormKey) -> Form:
 
 
 def eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: flex.BlockMask, modify: Modify | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, modify: Modify | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same without a compiler: out and lse f32[n, Hq, L] (natural log, -inf without keys). Holds all logits."""
-    asked: dict[str, Any] = {"score_mod": modify, "block_mask": mask, "scale": scale, "enable_gqa": True}
-    request = getattr(flex, "AuxRequest", None)
-    with _untraced():
-        if request is None:  # before torch 2.9
-            out, lse = flex.flex_attention(q, k, v, return_lse=True, **asked)
-            return out, lse
-        out, aux = flex.flex_attention(q, k, v, return_aux=request(lse=True), **asked)
-        return out, aux.lse
+    """The same without a compiler: q[n, Hq, L, D], k[n, Hk, S, D], v[n, Hk, S, Dv], seen bool[n, 1, L, S] to out and
+    lse f32[n, Hq, L] (natural log, -inf without keys). Holds all logits.
 
-
-_untraced_lock = threading.Lock()
-
-
-@contextmanager
-def _untraced() -> Iterator[None]:
-    """Run flex attention as plain torch calls.
-
-    Left alone, torch traces the call anew for every shape, a second or so each: with growing contexts, at every step. It
-    has a switch for that, meant for debugging masks; what it gives up is the backward pass. Absent in older torch.
+    torch has an uncompiled path of its own. It traces every new shape for a second, and makes its -inf anew on the host,
+    for which a GPU is waited for in every layer.
     """
-    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-    if not hasattr(flex, name):
-        yield
-        return
-    with _untraced_lock:
-        before = getattr(flex, name)
-        setattr(flex, name, True)
-        try:
-            yield
-        finally:
-            setattr(flex, name, before)
+    rows, heads, queries, _ = q.shape
+    folded = q.reshape(rows, k.shape[1], -1, q.shape[-1]).float()
+    scores = folded @ k.float().transpose(-2, -1)
+    scores = scores.view(rows, heads, queries, -1).mul_(scale)
+    if modify is not None:
+        scores = modify(scores, *grid(scores.shape, scores.device))
+    scores = scores.masked_fill_(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = scores.softmax(-1).masked_fill_((lse == -math.inf)[..., None], 0).to(v.dtype)
+    out = weights.view(rows, v.shape[1], -1, weights.shape[-1]) @ v
+    return out.view(rows, heads, queries, -1), lse
+
+
+def grid(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Row, head, query and key of every entry of ``[n, H, L, S]``, as i64 tensors that broadcast to these `sizes`."""
+    axes = enumerate(sizes)
+    return [torch.arange(n, device=device).view([-1 if a == axis else 1 for a in range(4)]) for axis, n in axes]

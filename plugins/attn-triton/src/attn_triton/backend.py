@@ -97,11 +97,13 @@ class TritonBackend:
 
     def splits(self, batch: AttentionBatch, phase: str, address: KvAddress | None) -> bool:
         """Whether keys are split over programs: decode, and short queries of other phases."""
-        if address is None:
-            return False
+        return address is not None and self.splits_rows_of(batch.max_query_len, phase)
+
+    def splits_rows_of(self, query_len: int, phase: str) -> bool:
+        """Whether rows of so many queries, over pages, split their keys."""
         if self.context.batch_invariant and phase == "prefill":
             return False
-        return power_of_two(max(1, batch.max_query_len)) * self.group_size(True, batch.max_query_len) <= MOST_SPLIT_ROWS
+        return power_of_two(max(1, query_len)) * self.group_size(True, query_len) <= MOST_SPLIT_ROWS
 
     def group_size(self, split: bool, query_len: int) -> int:
         """Query heads of one KV head that share a tile."""
@@ -122,6 +124,7 @@ class TritonBackend:
             launch.warps,
             launch.stages,
             launch.resident,
+            launch.ahead,
             self.arch == "sm90" and not split and block_m == 128,
             self.processors,
         )
@@ -166,6 +169,13 @@ class TritonBackend:
             limits.max_rows, most_items, limits.max_tokens, most_parts, self.geometry.v_dim, self.context.device
         )
         return TritonState(limits, lane, buffers, most_items)
+
+    @hookimpl
+    def attn_warmup(self, group: LayerGroup, phases: Sequence[str], limits: GraphLimits) -> None:
+        """Compile every kernel that steps within `limits` launch."""
+        from attn_triton.warmup import warm
+
+        warm(self, group, phases, limits)
 
     # --- once a layer -------------------------------------------------------------------------------------------------------
 
@@ -224,6 +234,10 @@ class TritonBackend:
             PAGE=pages.page_size, KIND=pages.kind, K_SCALES=k_scales, V_SCALES=v_scales,
             D=dim, DV=v_dim, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_H=block_h, num_warps=4,
         )  # fmt: skip
+
+    def forget(self, cache: MhaCache) -> None:
+        """Drop what :meth:`pages` keeps of a cache that was used for a moment."""
+        self._pages.pop(id(cache), None)
 
     def pages(self, cache: MhaCache) -> Pages:
         """The cache's kernel arguments, made once: caches are bound once and never move."""

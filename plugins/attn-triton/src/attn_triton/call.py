@@ -8,6 +8,7 @@ import torch
 
 from attn_core.errors import BindError
 from attn_triton.kernels.elements import raw_exponent
+from attn_triton.launch import HOPPER_BLOCK, HOPPER_STAGES
 from attn_triton.metadata import TritonMetadata
 from attn_triton.rules import Rules, power_of_two
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 #: Kinds of stored elements, as in :mod:`attn_triton.kernels.elements`.
 _KINDS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+#: Fewest columns of a tile, by kind. Narrow kinds multiply even and odd elements apart: at least 16 of each for fp8, which is
+#: loaded 16 bits at a time, and 32 for fp4, which is loaded 8 bits at a time. A matrix operand made of 8-bit loads gives each
+#: thread 4 neighbours of K twice; where K has fewer than 32 the compiler hands out some of them again and the sum is wrong.
+LEAST_DIM = (16, 32, 32, 64)
 
 
 def kind_of(cache: MhaCache) -> int:
@@ -109,7 +114,7 @@ def attend(
     (k, v, kb, vb), strides = pages.arguments
     heads = geometry.kv_heads * tile.head_blocks
     drafts, words = metadata.tree or (1, 1)
-    least = 32 if kind else 16  # 8-bit kinds multiply even and odd elements apart, at least 16 of each
+    least = LEAST_DIM[kind]
     block_d, block_dv = power_of_two(geometry.qk_dim, least), power_of_two(geometry.v_dim, least)
     attention_kernel[(heads, metadata.num_items)](
         q, k, v, kb, vb, out, lse if lse is not None else buffers.part_lse, buffers.part_out, buffers.part_lse,
@@ -119,7 +124,7 @@ def attend(
         sinks, k_scale, v_scale, metadata.rows, factor, softcap, v_factor,
         q.stride(0), q.stride(1), *strides, out.stride(0), out.stride(1), drafts, words, heads,
         RATIO=geometry.ratio, GROUP=tile.group, HEAD_BLOCKS=tile.head_blocks, SPLIT=metadata.split,
-        ASM=convert, ONE_LOOP=arch.startswith("gfx"), PAGED=metadata.paged, PAGE=pages.page_size, KIND=kind, V_DTYPE=triton_dtype(v.dtype if kind == 0 else torch.float16),
+        ASM=convert, AHEAD=tile.ahead and metadata.paged, ONE_LOOP=arch.startswith("gfx"), PAGED=metadata.paged, PAGE=pages.page_size, KIND=kind, V_DTYPE=triton_dtype(v.dtype if kind == 0 else torch.float16),
         WINDOW=rules.window, RIGHT=rules.right, CHUNK=rules.chunk, TREE=metadata.tree is not None, SPANS=metadata.has_spans,
         ORIGIN=metadata.has_origin, SOFTCAP=softcap != 0, SINKS=sinks is not None, K_SCALES=k_scales, V_SCALES=v_scales,
         NEEDS_LSE=lse is not None, PRECISION="ieee",
@@ -199,8 +204,7 @@ def attend_hopper(
     if not metadata.num_items or not out.shape[0]:
         return out, lse
     (k, v, _, _), strides = pages.arguments
-    block_n = 128
-    box = min(pages.page_size, block_n) if metadata.paged else block_n
+    box = min(pages.page_size, HOPPER_BLOCK) if metadata.paged else HOPPER_BLOCK
     slots = k.shape[0] * (pages.page_size if metadata.paged else 1)
     element = bfloat16 if q.dtype == torch.bfloat16 else float16
 
@@ -221,6 +225,6 @@ def attend_hopper(
         factor, softcap, out.stride(0), out.stride(1), q.stride(1), strides[2], strides[8], geometry.q_heads,
         RATIO=geometry.ratio, PAGED=metadata.paged, PAGE=pages.page_size, BOX=box,
         WINDOW=rules.window, RIGHT=rules.right, CHUNK=rules.chunk, SOFTCAP=softcap != 0, SINKS=sinks is not None,
-        NEEDS_LSE=lse is not None, D=geometry.qk_dim, DV=geometry.v_dim, BLOCK_N=block_n, STAGES=2, num_warps=4,
+        NEEDS_LSE=lse is not None, D=geometry.qk_dim, DV=geometry.v_dim, BLOCK_N=HOPPER_BLOCK, STAGES=HOPPER_STAGES, num_warps=4,
     )  # fmt: skip
     return out, lse

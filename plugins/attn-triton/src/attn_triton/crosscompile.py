@@ -43,6 +43,7 @@ class Compiled:
     shared: int
     warps: int
     stages: int
+    narrow_dots: int  #: products whose operands are wider than their sum: see :func:`narrow_dots`
 
 
 class _Utils:
@@ -114,7 +115,20 @@ def _resources(name: str, arch: str, kernel: Any) -> Compiled:
     elif "cubin" in kernel.asm:
         registers, spills = _read_cubin(kernel.asm["cubin"])
     meta = kernel.metadata
-    return Compiled(name, arch, registers, spills, meta.shared, meta.num_warps, meta.num_stages)
+    narrow = narrow_dots(kernel.asm.get("ttgir", ""))
+    return Compiled(name, arch, registers, spills, meta.shared, meta.num_warps, meta.num_stages, narrow)
+
+
+def narrow_dots(ttgir: str) -> int:
+    """Matrix products of NVIDIA's second version that sum over fewer elements than one operand layout holds.
+
+    A layout of kWidth neighbours a thread covers 8 * kWidth elements of K. With a smaller K (8-bit loads give kWidth 4,
+    joined ones 8) the compiler repeats elements, and the kernel gives wrong numbers on the GPU, right ones interpreted.
+    """
+    second = set(re.findall(r"^(#\w+) = #ttg\.nvidia_mma<\{versionMajor = 2,", ttgir, re.MULTILINE))
+    pattern = r"tensor<(\d+)x\d+x\w+, #ttg\.dot_op<\{opIdx = 1, parent = (#\w+), kWidth = (\d+)\}>>"
+    dots = re.findall(rf"tt\.dot .*?\* {pattern}", ttgir)
+    return sum(parent in second and int(k) < 8 * int(width) for k, parent, width in dots)
 
 
 def _find(pattern: str, text: str) -> int | None:
@@ -151,12 +165,20 @@ def compile_everything(arch: str) -> list[dict[str, Any]]:
         MhaGeometry(32, 8, 128, 128, 0.1),
         MhaGeometry(16, 8, 256, 256, 0.1, window=40, softcap=5.0, sinks=True),
     )
+    narrow = MhaGeometry(4, 2, 16, 16, 0.1)
     sinks = tuple(0.1 * n for n in range(16))
     chain = tuple(range(-1, 7))
     cases: dict[str, Any] = {
         "decode bf16": (plain, "decode", {"kv_lens": (300,), "page_size": 16}),
         "decode fp8": (plain, "decode", {"kv_lens": (300,), "page_size": 64, "kv_dtype": "fp8_e4m3", "k_scale": 0.5}),
         "decode fp4": (plain, "decode", {"kv_lens": (300,), "page_size": 64, "kv_dtype": "fp4"}),
+        "narrow fp8": (narrow, "decode", {"kv_lens": (300,), "page_size": 64, "kv_dtype": "fp8_e5m2"}),
+        "narrow fp4": (narrow, "decode", {"kv_lens": (300,), "page_size": 1024, "kv_dtype": "fp4", "storage": "hnd"}),
+        "narrow fp4 prefill": (
+            narrow,
+            "prefill",
+            {"query_lens": (200,), "kv_lens": (300,), "page_size": 1024, "kv_dtype": "fp4"},
+        ),
         "prefill bf16": (plain, "prefill", {"query_lens": (200,), "kv_lens": (300,), "page_size": 64}),
         "prefill wide": (wide, "prefill", {"query_lens": (200,), "kv_lens": (300,), "page_size": 16, "sinks": sinks}),
         "tree": (plain, "verify", {"query_lens": (8,), "kv_lens": (300,), "page_size": 16, "parents": (chain,)}),
@@ -170,9 +192,25 @@ def compile_everything(arch: str) -> list[dict[str, Any]]:
             with targeting(arch) as compiled:
                 session.run(case)
             rows += [{"case": name, **vars_of(kernel)} for kernel in compiled]
+        with targeting(arch) as compiled:
+            _tools()
+        rows += [{"case": "tools", **vars_of(kernel)} for kernel in compiled]
     finally:
         module.device_facts = facts
     return rows
+
+
+def _tools() -> None:
+    """Launch what :mod:`attn_triton.tools` has."""
+    import torch
+
+    from attn_core.batch import KvAddress
+    from attn_triton.tools import expand_table, merge_states
+
+    lens, table = torch.tensor([40], dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32)
+    expand_table(KvAddress(16, lens, torch.empty(0, dtype=torch.int64), 128, table=table), 1)
+    out, lse = torch.zeros(2, 4, 128, dtype=torch.bfloat16), torch.zeros(2, 4)
+    merge_states(out, lse, out, lse)
 
 
 def vars_of(kernel: Compiled) -> dict[str, Any]:

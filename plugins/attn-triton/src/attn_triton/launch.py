@@ -18,6 +18,7 @@ class Launch:
     warps: int
     stages: int
     resident: int = 4  #: decode: programs that one multiprocessor runs at once; keys are cut into as many shares
+    ahead: bool = False  #: page numbers are read one block ahead of their keys
 
 
 #: Fewest keys of one share.
@@ -27,8 +28,8 @@ INVARIANT_SHARE = 1024
 
 _SPLIT = {
     # (row, bits of a stored key): {largest head dim: launch}
-    ("large", 16): {64: Launch(128, 64, 2, 5, 6), 128: Launch(128, 64, 4, 2, 4), 192: Launch(64, 32, 4, 4, 3), 256: Launch(64, 16, 2, 5, 3), 512: Launch(64, 16, 4, 3, 2)},
-    ("large", 8): {64: Launch(128, 64, 2, 7, 6), 128: Launch(128, 64, 2, 7, 4), 256: Launch(64, 32, 4, 4, 3), 512: Launch(64, 32, 4, 3, 2)},
+    ("large", 16): {64: Launch(128, 64, 2, 5, 6), 128: Launch(128, 64, 4, 2, 4), 192: Launch(64, 32, 4, 3, 3, True), 256: Launch(64, 16, 2, 5, 3), 512: Launch(64, 16, 4, 3, 2)},
+    ("large", 8): {64: Launch(128, 64, 2, 7, 6), 128: Launch(128, 64, 2, 5, 4), 256: Launch(64, 32, 4, 4, 3), 512: Launch(64, 32, 4, 3, 2)},
     ("large", 32): {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(32, 16, 4, 2), 512: Launch(16, 16, 4, 2, 2)},
     ("small", 16): {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(32, 16, 4, 2, 2)},
     ("small", 8): {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(32, 32, 4, 2, 2)},
@@ -46,6 +47,9 @@ _TILE = {
 
 #: Architectures with at least 160 KiB of shared memory a block; all others have 64 to 100 KiB.
 _LARGE = frozenset({"sm80", "sm87", "sm90", "sm100", "sm103", "sm110", "gfx950"})
+
+#: Keys of a block and stages of the warp-specialised prefill kernel. On an H200, 64 keys with 3 or 4 stages reach 0.9 of it.
+HOPPER_BLOCK, HOPPER_STAGES = 128, 2
 
 
 def table_row(arch: str) -> str:

@@ -164,7 +164,7 @@ def fill(
 
     buffers, rows, tree = metadata.buffers, batch.padded_rows, batch.tree
     assert buffers is not None
-    none = buffers.items
+    none, block_r = buffers.items, power_of_two(rows + 1, 16)
     entries = none if address is None else (address.table if address.table is not None else address.indices)
     dense = address is not None and address.table is not None
     prepare_kernel[(1,)](
@@ -183,7 +183,7 @@ def fill(
         metadata.page_size, window or FAR, FAR if target is not None else floor, floor, target or 1, metadata.tile.tokens,
         SPLIT=metadata.split, PAGED=metadata.paged, DENSE=dense, ROWS=dense and address.table_rows is not None,  # type: ignore[union-attr]
         ORIGIN=address is not None and address.origin is not None, TREE=tree is not None, STEP=metadata.tile.block_n,
-        BLOCK_R=power_of_two(rows + 1, 16), BLOCK_I=512, SEARCH=(rows + 1).bit_length() + 1,
+        BLOCK_R=block_r, BLOCK_I=512, SEARCH=block_r.bit_length(),
         num_warps=8,
     )  # fmt: skip
     metadata.held = (batch.addresses, tree)
@@ -192,5 +192,5 @@ def fill(
         count = 0 if batch.spans is None else len(batch.spans)
         span_kernel[(-(-batch.padded_tokens // 128),)](
             spans, count, buffers.query_offsets, buffers.kv_lens, buffers.span_low, buffers.span_high,
-            batch.padded_tokens, 128, (rows + 1).bit_length() + 1, rows,
+            batch.padded_tokens, 128, block_r.bit_length(), rows,
         )  # fmt: skip

@@ -53,6 +53,7 @@ class Tile:
     warps: int
     stages: int
     resident: int = 4
+    ahead: bool = False  #: page numbers are read one block ahead
     hopper: bool = False  #: the warp-specialised kernel, where it fits
     processors: int = 1
 

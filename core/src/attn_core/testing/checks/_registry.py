@@ -29,7 +29,9 @@ class Check:
 
 
 CHECKS: dict[str, Check] = {}
-_MODULES = ("numbers", "masks", "memory", "steps", "graphs", "packed", "router", "device", "states", "latent")
+_MODULES = (
+    "numbers", "masks", "memory", "steps", "graphs", "packed", "router", "device", "states", "latent", "dual_chunk",
+)  # fmt: skip
 
 
 def check(

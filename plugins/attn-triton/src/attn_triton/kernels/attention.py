@@ -16,35 +16,43 @@ from attn_triton.kernels.elements import pair_column, unpack_fp4, widen_pair
 
 
 @triton.jit
-def _address(start, floor, limit, pages, key_start, PAGED: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
-             BLOCK_N: tl.constexpr):  # fmt: skip
-    """Page and place in it of keys start .. start + BLOCK_N: (i64 scalar or [N], i32[N]). Packed keys are one page.
+def _page_numbers(start, floor, limit, pages, key_start, PAGED: tl.constexpr, WHOLE: tl.constexpr, PAGE: tl.constexpr,
+                  BLOCK_N: tl.constexpr):  # fmt: skip
+    """Pages of keys start .. start + BLOCK_N, as they are listed: a scalar where one page holds the block (and WHOLE), else [N].
 
-    WHOLE: a block lies in one page where the sizes allow it.
+    Nothing outside [floor, limit) is read. Packed keys are one page, which begins at `key_start`.
     """
-    keys = start + tl.arange(0, BLOCK_N)
     if PAGED and WHOLE and PAGE % BLOCK_N == 0:
-        page = tl.load(pages + start // PAGE).to(tl.int64)
-        place = start % PAGE + tl.arange(0, BLOCK_N)
+        return tl.load(pages + start // PAGE, mask=start < limit, other=0)
     elif PAGED:
-        page = tl.load(pages + keys // PAGE, mask=(keys >= floor) & (keys < limit), other=0).to(tl.int64)
-        place = keys % PAGE
+        keys = start + tl.arange(0, BLOCK_N)
+        return tl.load(pages + keys // PAGE, mask=(keys >= floor) & (keys < limit), other=0)
     else:
-        page = key_start.to(tl.int64)
-        place = keys
-    return page, place
+        return key_start
+
+
+@triton.jit
+def _places(start, PAGED: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Place in its page of each key, i32[N]."""
+    if PAGED and PAGE % BLOCK_N == 0:
+        return start % PAGE + tl.arange(0, BLOCK_N)
+    elif PAGED:
+        return (start + tl.arange(0, BLOCK_N)) % PAGE
+    else:
+        return start + tl.arange(0, BLOCK_N)
 
 
 @triton.jit
 def _tile(
     base, blocks, page, place, live, stride_p, stride_t, block_p, block_t,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, PAGED: tl.constexpr,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, KEYS: tl.constexpr, PAGED: tl.constexpr,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One block of K or V as DTYPE[BLOCK_N, BLOCK_D]; rows that are not `live` read as zero.
+    """One block of K or V: (DTYPE[N, BLOCK_D], same), or (even, odd) [N, BLOCK_D / 2]. Rows that are not `live` are zero.
 
-    8-bit kinds come as they are, u16[BLOCK_N, BLOCK_D / 2] of two neighbours: 16-bit elements can be loaded from shared
-    memory in the layout of a matrix operand, transposed or not, and are unpacked there.
+    8-bit kinds are read as u16[N, BLOCK_D / 2] of two neighbours: 16-bit elements can be loaded from shared memory in the
+    layout of a matrix operand, transposed or not, and are unpacked there. 4-bit kinds are read as bytes of two elements,
+    and the scale of each byte beside it (8 bytes share one: they come from the same sector).
     """
     PACK: tl.constexpr = 1 if KIND == 0 else 2
     d = tl.arange(0, BLOCK_D // PACK)
@@ -62,12 +70,13 @@ def _tile(
     else:
         x = tl.load(pointers)
     if KIND == 3:
-        e = tl.arange(0, BLOCK_D // 16)
-        factors = blocks + (page * block_p + place * block_t)[:, None] + e[None, :]
-        f = tl.load(factors, mask=live[:, None] & (e[None, :] < D // 16), other=0)
-        return unpack_fp4(x, f, BLOCK_N, BLOCK_D).to(DTYPE)
+        beside = blocks + ((page * block_p + place * block_t)[:, None] + d[None, :] // 8)
+        factors = tl.load(beside, mask=live[:, None] & (d[None, :] < D // PACK), other=0)
+        return unpack_fp4(x, factors, DTYPE)
+    elif KIND == 0:
+        return x, x
     else:
-        return x
+        return widen_pair(x, KIND, ASM, KEYS)
 
 
 @triton.jit
@@ -103,27 +112,32 @@ def _visit(
     k, v, k_blocks, v_blocks, pages, key_start, bits, depth, drafts, words,
     k_strides, v_strides, factor, softcap,
     MASK: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
-    V_DTYPE: tl.constexpr, ASM: tl.constexpr,
+    V_DTYPE: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr,
     WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over key blocks of [first, last). MASK: 0 none, 1 intervals, 2 tree. Logits are in base 2.
 
-    Keys outside [floor, last) are not read: they may be poison. 8-bit kinds keep even
-    and odd elements of a head apart, in q and in the result. Returns (acc, acc_odd, total, top).
+    Keys outside [floor, last) are not read: they may be poison. Narrow kinds keep even and odd elements of a head apart, in
+    q and in the result. Page numbers are read one block AHEAD, so that no block waits for them. Returns (acc, acc_odd,
+    total, top).
     """
+    if AHEAD:
+        number = _page_numbers(first, floor, last, pages, key_start, PAGED, KIND != 3, PAGE, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         live = (keys >= floor) & (keys < last)
-        page, place = _address(start, floor, last, pages, key_start, PAGED, KIND != 3, PAGE, BLOCK_N)
-        x = _tile(k, k_blocks, page, place, live, k_strides[0], k_strides[1], k_strides[2], k_strides[3],
-                  KIND, DTYPE, PAGED, MASK != 0, BLOCK_N, D, BLOCK_D)  # fmt: skip
-        if KIND == 1 or KIND == 2:
-            even, odd = widen_pair(x, KIND, ASM, True)
-            s = tl.dot(q, tl.trans(even))
-            s = tl.dot(q_odd, tl.trans(odd), s)
+        if AHEAD:
+            page = number.to(tl.int64)
+            number = _page_numbers(start + BLOCK_N, floor, last, pages, key_start, PAGED, KIND != 3, PAGE, BLOCK_N)
         else:
-            s = tl.dot(q, tl.trans(x), input_precision=PRECISION)
+            page = _page_numbers(start, floor, last, pages, key_start, PAGED, KIND != 3, PAGE, BLOCK_N).to(tl.int64)
+        place = _places(start, PAGED, PAGE, BLOCK_N)
+        x, x_odd = _tile(k, k_blocks, page, place, live, k_strides[0], k_strides[1], k_strides[2], k_strides[3],
+                         KIND, DTYPE, ASM, True, PAGED, MASK != 0, BLOCK_N, D, BLOCK_D)  # fmt: skip
+        s = tl.dot(q, tl.trans(x), input_precision=PRECISION)
+        if KIND != 0:
+            s = tl.dot(q_odd, tl.trans(x_odd), s)
         if SOFTCAP:
             t = s * factor[:, None]  # 2 * log2(e) * logits / cap
             s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(t)))
@@ -144,14 +158,11 @@ def _visit(
         alpha = tl.exp2(top - safe)
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        y = _tile(v, v_blocks, page, place, live, v_strides[0], v_strides[1], v_strides[2], v_strides[3],
-                  KIND, V_DTYPE, PAGED, MASK != 0, BLOCK_N, DV, BLOCK_DV)  # fmt: skip
-        if KIND == 1 or KIND == 2:
-            even, odd = widen_pair(y, KIND, ASM, False)
-            acc = tl.dot(p.to(V_DTYPE), even, acc)
-            acc_odd = tl.dot(p.to(V_DTYPE), odd, acc_odd * alpha[:, None])
-        else:
-            acc = tl.dot(p.to(V_DTYPE), y, acc, input_precision=PRECISION)
+        y, y_odd = _tile(v, v_blocks, page, place, live, v_strides[0], v_strides[1], v_strides[2], v_strides[3],
+                         KIND, V_DTYPE, ASM, False, PAGED, MASK != 0, BLOCK_N, DV, BLOCK_DV)  # fmt: skip
+        acc = tl.dot(p.to(V_DTYPE), y, acc, input_precision=PRECISION)
+        if KIND != 0:
+            acc_odd = tl.dot(p.to(V_DTYPE), y_odd, acc_odd * alpha[:, None])
         top = new_top
     return acc, acc_odd, total, top
 
@@ -185,7 +196,7 @@ def _bounds(position, kv_len, origin, prefix, span_low, span_high, index, valid,
     return low, tl.maximum(high, low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def attention_kernel(
     q, k, v, k_blocks, v_blocks, out, lse, part_out, part_lse,
     items, page_ptr, kv_lens, origins, query_offsets, key_offsets, splits, sizes, trees, span_low, span_high,
@@ -195,7 +206,7 @@ def attention_kernel(
     drafts, words, heads,
     RATIO: tl.constexpr, GROUP: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
     SPLIT: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, V_DTYPE: tl.constexpr,
-    ASM: tl.constexpr, ONE_LOOP: tl.constexpr, WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, SPANS: tl.constexpr,
+    ASM: tl.constexpr, AHEAD: tl.constexpr, ONE_LOOP: tl.constexpr, WINDOW: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr, SPANS: tl.constexpr,
     ORIGIN: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
     NEEDS_LSE: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -254,22 +265,26 @@ def attention_kernel(
     last = tl.where(row == num_rows, 0, last)
     first = tl.minimum(first, last)
 
-    PAIR: tl.constexpr = 2 if KIND == 1 or KIND == 2 else 1  # even and odd elements apart
+    PAIR: tl.constexpr = 1 if KIND == 0 else 2  # even and odd elements apart
+    ORDER: tl.constexpr = ASM and KIND != 3
     d = tl.arange(0, BLOCK_D)
     factor = tl.zeros([BLOCK_M], tl.float32) + factor
     if PAIR == 2:
-        d = pair_column(tl.arange(0, BLOCK_D // 2), ASM)
+        d = pair_column(tl.arange(0, BLOCK_D // 2), ORDER)
         q_at = q + index[:, None] * q_st + head[:, None] * q_sh + d[None, :]
-        x = tl.load(q_at, mask=valid[:, None] & (d[None, :] < D), other=0.0).to(tl.float32)
-        step: tl.constexpr = 2 if ASM else 1
-        x_odd = tl.load(q_at + step, mask=valid[:, None] & (d[None, :] + step < D), other=0.0).to(tl.float32)
+        x = tl.load(q_at, mask=valid[:, None] & (d[None, :] < D), other=0.0)
+        step: tl.constexpr = 2 if ORDER else 1
+        x_odd = tl.load(q_at + step, mask=valid[:, None] & (d[None, :] + step < D), other=0.0)
+    if KIND == 1 or KIND == 2:
+        x = x.to(tl.float32)
+        x_odd = x_odd.to(tl.float32)
         # keys are fp16: bring each query into its range by a power of two, exactly
         size = tl.maximum(tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(x_odd), 1)), 1e-30)
         size = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 0.0625
         x = (x / size[:, None]).to(tl.float16)
         x_odd = (x_odd / size[:, None]).to(tl.float16)
         factor *= size
-    else:
+    if PAIR == 1:
         q_at = q + index[:, None] * q_st + head[:, None] * q_sh + d[None, :]
         x = tl.load(q_at, mask=valid[:, None] & (d[None, :] < D), other=0.0)
         x_odd = x
@@ -303,7 +318,7 @@ def attention_kernel(
             acc, acc_odd, total, top = _visit(
                 acc, acc_odd, total, top, x, x_odd, start, middle, first, low, high, token, position, row, prefix, kv_len,
                 k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
-                1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+                1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, AHEAD, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
     else:
         full_low = tl.max(tl.where(valid, low, 0), 0)
         full_high = tl.minimum(tl.min(tl.where(valid, high, BIG), 0), last)
@@ -312,19 +327,19 @@ def attention_kernel(
             acc, acc_odd, total, top = _visit(
                 acc, acc_odd, total, top, x, x_odd, start, tl.minimum(inner, last), first, low, high, token, position, row, prefix, kv_len,
                 k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
-                2 if TREE else 1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+                2 if TREE else 1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, AHEAD, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
         else:
             inner = start
         middle = tl.maximum(full_high // BLOCK_N * BLOCK_N, inner)
         acc, acc_odd, total, top = _visit(
             acc, acc_odd, total, top, x, x_odd, inner, middle, first, low, high, token, position, row, prefix, kv_len,
             k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
-            0, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+            0, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, AHEAD, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
     if TREE or (not SPLIT):
         acc, acc_odd, total, top = _visit(
             acc, acc_odd, total, top, x, x_odd, middle, last, first, low, high, token, position, row, prefix, kv_len,
             k_at, v_at, kb_at, vb_at, pages, key_start, bits, depth, drafts, words, k_strides, v_strides, factor, softcap,
-            2 if TREE else 1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
+            2 if TREE else 1, PAGED, PAGE, KIND, DTYPE, V_DTYPE, ASM, AHEAD, WINDOW, RIGHT, CHUNK, SOFTCAP, PRECISION, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N)  # fmt: skip
 
     empty = top == float("-inf")
     if V_SCALES != 0:

@@ -65,15 +65,16 @@ def pair_column(c, ASM: tl.constexpr):
 
 
 @triton.jit
-def unpack_fp4(codes, blocks, N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """codes u8[N, BLOCK_D / 2] and e4m3 bytes u8[N, BLOCK_D / 16] as exact fp16[N, BLOCK_D]."""
+def unpack_fp4(codes, factors, DTYPE: tl.constexpr):
+    """codes u8[N, W] of two elements each, factors: the e4m3 byte of each code, u8[N, W] -> exact even, odd DTYPE[N, W].
+
+    Element by element: no reshaping, so that no layout of any width has to be converted.
+    """
     u = codes.to(tl.uint16)
-    low = ((u & 7) << 9) | ((u & 8) << 12)
-    high = ((u & 0x70) << 5) | ((u & 0x80) << 8)
-    values = tl.interleave(low, high).to(tl.float16, bitcast=True) * 16384.0
-    factors = widen(blocks, 1) * 256.0
-    spread = tl.broadcast_to(factors[:, :, None], (N, BLOCK_D // 16, 16)).reshape(N, BLOCK_D)
-    return (values.to(tl.float16) * spread.to(tl.float16)).to(tl.float16)
+    scale = widen(factors, 1) * 256.0
+    even = (((u & 7) << 9) | ((u & 8) << 12)).to(tl.float16, bitcast=True) * 16384.0
+    odd = (((u & 0x70) << 5) | ((u & 0x80) << 8)).to(tl.float16, bitcast=True) * 16384.0
+    return (even * scale).to(DTYPE), (odd * scale).to(DTYPE)
 
 
 @triton.jit

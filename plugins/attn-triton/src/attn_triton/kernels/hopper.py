@@ -14,117 +14,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-
-@gluon.jit
-def _ranges(
-    part, query_len, kv_len, WINDOW: gl.constexpr, RIGHT: gl.constexpr, CHUNK: gl.constexpr, BLOCK_N: gl.constexpr
-):
-    """Blocks of one tile: (first block, blocks, masked at the right, masked at the left, first key, end of keys)."""
-    low_position = kv_len - query_len + part * 128
-    high_position = kv_len - query_len + gl.minimum(query_len, part * 128 + 128) - 1
-    # keys that any query sees: [floor, limit); that every query sees: [full_low, full_high)
-    floor = part * 0
-    full_low = part * 0
-    limit = kv_len
-    full_high = kv_len
-    if RIGHT >= 0:
-        limit = gl.minimum(limit, high_position + RIGHT + 1)
-        full_high = gl.minimum(full_high, low_position + RIGHT + 1)
-    if WINDOW > 0:
-        floor = gl.maximum(floor, low_position - WINDOW + 1)
-        full_low = gl.maximum(full_low, high_position - WINDOW + 1)
-    if CHUNK > 0:
-        floor = gl.maximum(floor, low_position // CHUNK * CHUNK)
-        full_low = gl.maximum(full_low, high_position // CHUNK * CHUNK)
-        limit = gl.minimum(limit, high_position // CHUNK * CHUNK + CHUNK)
-        full_high = gl.minimum(full_high, low_position // CHUNK * CHUNK + CHUNK)
-    limit = gl.maximum(limit, 0)
-    floor = gl.minimum(floor, limit)
-    first = floor // BLOCK_N
-    count = gl.where(limit > floor, (limit + BLOCK_N - 1) // BLOCK_N - first, 0)
-    right = gl.maximum(first + count - gl.maximum(full_high, 0) // BLOCK_N, 1)
-    left = (full_low + BLOCK_N - 1) // BLOCK_N - first
-    return first, count, right, left, floor, limit
-
-
-@gluon.jit
-def _lengths(row, query_offsets, kv_lens, key_offsets, num_rows, PAGED: gl.constexpr):
-    """(first query, queries, keys) of a row; row `num_rows` has no keys."""
-    begin = gl.load(query_offsets + row)
-    query_len = gl.load(query_offsets + row + 1) - begin
-    if PAGED:
-        kv_len = gl.load(kv_lens + row)
-    else:
-        real = row < num_rows
-        kv_len = gl.load(key_offsets + row + 1, mask=real, other=0) - gl.load(key_offsets + row, mask=real, other=0)
-    return begin, query_len, kv_len
-
-
-@gluon.jit
-def _copy_tiles(
-    q_desc, k_desc, v_desc, q_low, q_high, k_smem, v_smem, q_ready, q_free, k_ready, k_free, v_ready, v_free,
-    items, page_ptr, kv_lens, query_offsets, key_offsets, num_rows, nowhere, used, heads, q_head, k_head, v_head,
-    RATIO: gl.constexpr, PAGED: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr, WINDOW: gl.constexpr,
-    RIGHT: gl.constexpr, CHUNK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The copying warp: tile after tile, block after block, waiting for a free stage. Boxes without live keys become zeros."""
-    block = 0
-    turn = 0
-    for work in range(gl.program_id(0), used * heads, gl.num_programs(0)):
-        head = work % heads
-        row = gl.load(items + 2 * (work // heads))
-        part = gl.load(items + 2 * (work // heads) + 1)
-        begin, query_len, kv_len = _lengths(row, query_offsets, kv_lens, key_offsets, num_rows, PAGED)
-        if PAGED:
-            pages = gl.load(page_ptr + row).to(gl.pointer_type(gl.int32))
-            key_start = row * 0
-        else:
-            pages = items
-            key_start = gl.load(key_offsets + row, mask=row < num_rows, other=0)
-        first, count, right, left, floor, limit = _ranges(part, query_len, kv_len, WINDOW, RIGHT, CHUNK, BLOCK_N)
-        mbarrier.wait(q_free, (turn & 1) ^ 1)
-        mbarrier.expect(q_ready, 128 * D * 2)
-        tma.async_copy_global_to_shared(q_desc, [begin + part * 128, head * q_head], q_ready, q_low)
-        tma.async_copy_global_to_shared(q_desc, [begin + part * 128 + 64, head * q_head], q_ready, q_high)
-        k_column = head // RATIO * k_head
-        v_column = head // RATIO * v_head
-        for i in range(count):
-            start = (first + count - 1 - i) * BLOCK_N
-            stage = (block + i) % STAGES
-            phase = ((block + i) // STAGES) & 1
-            mbarrier.wait(k_free.index(stage), phase ^ 1)
-            mbarrier.expect(k_ready.index(stage), BLOCK_N * D * 2)
-            for b in gl.static_range(BLOCK_N // BOX):
-                at = _row_of(start + b * BOX, pages, key_start, floor, limit, nowhere, PAGED, PAGE, BOX)
-                tma.async_copy_global_to_shared(
-                    k_desc, [at, k_column], k_ready.index(stage), k_smem.index(stage).slice(b * BOX, BOX)
-                )
-            mbarrier.wait(v_free.index(stage), phase ^ 1)
-            mbarrier.expect(v_ready.index(stage), BLOCK_N * DV * 2)
-            for b in gl.static_range(BLOCK_N // BOX):
-                at = _row_of(start + b * BOX, pages, key_start, floor, limit, nowhere, PAGED, PAGE, BOX)
-                tma.async_copy_global_to_shared(
-                    v_desc, [at, v_column], v_ready.index(stage), v_smem.index(stage).slice(b * BOX, BOX)
-                )
-        block += count
-        turn += 1
-
-
-@gluon.jit
-def _row_of(key, pages, key_start, floor, limit, nowhere, PAGED: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr):
-    """Row of the descriptor that holds `key`; `nowhere` (past its end, reads zeros) for a box without live keys."""
-    live = (key < limit) & (key + BOX > floor)
-    if PAGED:
-        page = gl.load(pages + key // PAGE, mask=live, other=0)
-        row = page * PAGE + key % PAGE
-    else:
-        row = key_start + key
-    return gl.where(live, row, nowhere)
+from attn_triton.kernels.hopper_copy import copy_tiles, lengths, ranges
 
 
 @gluon.jit
@@ -155,13 +49,16 @@ def _softmax(s, top, factor, MASK: gl.constexpr, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def _clean(v_tile, start, floor, limit, half, barrier, phase, ROWS: gl.constexpr, DV: gl.constexpr):
-    """Zero the values of keys outside [floor, limit): each warp group cleans its half of the block."""
+def _clean(v_tile, start, limit, half, barrier, phase, ROWS: gl.constexpr, DV: gl.constexpr):
+    """Zero the values of keys from `limit` on, which nobody has written: each warp group cleans its half of the block.
+
+    Keys before a window need none of it: they are tokens of the row itself, in a page that has a visible key, or zeros.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     part = v_tile.slice(half * ROWS, ROWS)
     keys = start + half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     x = part.load(LAYOUT)
-    live = (keys >= floor) & (keys < limit)
+    live = keys < limit
     part.store(gl.where(live[:, None], x, gl.zeros_like(x)))
     fence_async_shared()
     mbarrier.arrive(barrier, count=1)
@@ -240,19 +137,19 @@ def _compute_tiles(
     work = gl.program_id(0)
     row = gl.load(items + 2 * (work // heads))
     part = gl.load(items + 2 * (work // heads) + 1)
-    begin, query_len, kv_len = _lengths(row, query_offsets, kv_lens, key_offsets, num_rows, PAGED)
+    begin, query_len, kv_len = lengths(row, query_offsets, kv_lens, key_offsets, num_rows, PAGED)
     ahead = gl.minimum(work + stride, end - 1)
     next_row = gl.load(items + 2 * (ahead // heads))
     next_part = gl.load(items + 2 * (ahead // heads) + 1)
     for work in range(gl.program_id(0), end, stride):
-        next_begin, next_query_len, next_kv_len = _lengths(
+        next_begin, next_query_len, next_kv_len = lengths(
             next_row, query_offsets, kv_lens, key_offsets, num_rows, PAGED
         )
         ahead = gl.minimum(work + 2 * stride, end - 1)
         after_row = gl.load(items + 2 * (ahead // heads))
         after_part = gl.load(items + 2 * (ahead // heads) + 1)
         head = work % heads
-        first, count, masked_right, masked_left, floor, limit = _ranges(
+        first, count, masked_right, masked_left, floor, limit = ranges(
             part, query_len, kv_len, WINDOW, RIGHT, CHUNK, BLOCK_N
         )
         mine = part * 128 + HALF * 64
@@ -282,17 +179,17 @@ def _compute_tiles(
             w, top, shrink = _softmax(s, top, factor, True, SOFTCAP)
             total = gl.sum(w, 1)
             p = gl.convert_layout(w.to(DTYPE), gl.DotOperandLayout(0, O_LAYOUT, 2))
-            if (limit < start + BLOCK_N) | ((count == 1) & (floor > start)):
+            if limit < start + BLOCK_N:
                 mbarrier.wait(v_ready.index(stage), (block // STAGES) & 1)
-                _clean(v_smem.index(stage), start, floor, limit, HALF, cleaned, cleans & 1, BLOCK_N // 2, DV)
+                _clean(v_smem.index(stage), start, limit, HALF, cleaned, cleans & 1, BLOCK_N // 2, DV)
                 cleans += 1
-            one = gl.minimum(masked_right, count)
+            one = gl.minimum(gl.maximum(masked_right, 1), count)
             for i in range(1, one):
                 o, p, total, top = _step(i, block, o, p, total, top, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free, start,
                                          low, high, factor, softcap, True, SOFTCAP, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)  # fmt: skip
             two = count
             if WINDOW > 0 or CHUNK > 0:
-                two = gl.maximum(count - masked_left, one)
+                two = gl.maximum(count - gl.maximum(masked_left, 0), one)
             for i in range(one, two):
                 o, p, total, top = _step(i, block, o, p, total, top, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free, start,
                                          low, high, factor, softcap, False, SOFTCAP, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)  # fmt: skip
@@ -303,9 +200,6 @@ def _compute_tiles(
             mbarrier.arrive(q_free, count=1)
             last = (block + count - 1) % STAGES
             mbarrier.wait(v_ready.index(last), ((block + count - 1) // STAGES) & 1)
-            if (count > 1) & (floor > first * BLOCK_N):
-                _clean(v_smem.index(last), first * BLOCK_N, floor, limit, HALF, cleaned, cleans & 1, BLOCK_N // 2, DV)
-                cleans += 1
             o_token = warpgroup_mma(p, v_smem.index(last), o, is_async=True)
             o = warpgroup_mma_wait(num_outstanding=0, deps=[o_token])
             mbarrier.arrive(v_free.index(last), count=1)
@@ -342,7 +236,7 @@ def _compute_tiles(
         next_part = after_part
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows"])
 def hopper_kernel(
     q_desc, k_desc, v_desc, out, lse, sinks, items, page_ptr, kv_lens, query_offsets, key_offsets, splits, num_rows, nowhere,
     factor, softcap, o_st, o_sh, q_head, k_head, v_head, heads,
@@ -387,7 +281,7 @@ def hopper_kernel(
             (_compute_tiles, (out, lse, sinks, q_high, k_smem, v_smem, q_ready, q_free, k_ready, k_free, v_ready, v_free, cleaned,
                               items, kv_lens, query_offsets, key_offsets, num_rows, used, heads, factor, softcap, o_st, o_sh,
                               1, PAGED, WINDOW, RIGHT, CHUNK, SOFTCAP, SINKS, NEEDS_LSE, DV, BLOCK_N, STAGES, DTYPE)),
-            (_copy_tiles, (q_desc, k_desc, v_desc, q_low, q_high, k_smem, v_smem, q_ready, q_free, k_ready, k_free, v_ready, v_free,
+            (copy_tiles, (q_desc, k_desc, v_desc, q_low, q_high, k_smem, v_smem, q_ready, q_free, k_ready, k_free, v_ready, v_free,
                            items, page_ptr, kv_lens, query_offsets, key_offsets, num_rows, nowhere, used, heads, q_head, k_head, v_head,
                            RATIO, PAGED, PAGE, BOX, WINDOW, RIGHT, CHUNK, D, DV, BLOCK_N, STAGES)),
         ],

@@ -58,3 +58,32 @@ def merge_kernel(
     if NEEDS_LSE:
         value = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
         tl.store(lse + index * (heads // HEAD_BLOCKS * RATIO) + head, value)
+
+
+@triton.jit
+def merge_states_kernel(
+    a, lse_a, b, lse_b, out, lse, a_st, a_sh, b_st, b_sh, o_st, o_sh, heads, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Two whole results over disjoint keys, out[T, H, DV] and natural-log lse f32[T, H], as one. Grid: (T, H).
+
+    An empty part (lse -inf) has no influence, whatever it holds; two empty parts give 0 and -inf. `out` may be a or b.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_DV)
+    live = d < DV
+    x = tl.load(a + token * a_st + head * a_sh + d, mask=live, other=0.0).to(tl.float32)
+    y = tl.load(b + token * b_st + head * b_sh + d, mask=live, other=0.0).to(tl.float32)
+    left = tl.load(lse_a + token * heads + head)
+    right = tl.load(lse_b + token * heads + head)
+    top = tl.maximum(left, right)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    of_a = tl.exp(left - base)
+    of_b = tl.exp(right - base)
+    total = of_a + of_b
+    # -0.0 is the neutral element of addition: one non-empty part passes through with its bits
+    x = tl.where(of_a != 0, x * of_a, -0.0)
+    y = tl.where(of_b != 0, y * of_b, -0.0)
+    result = tl.where(total == 0, 0.0, (x + y) / tl.where(total == 0, 1.0, total))
+    tl.store(out + token * o_st + head * o_sh + d, result.to(out.dtype.element_ty), mask=live)
+    tl.store(lse + token * heads + head, tl.where(total == 0, top, base + tl.log(tl.where(total == 0, 1.0, total))))

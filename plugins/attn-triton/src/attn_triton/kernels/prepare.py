@@ -5,8 +5,21 @@
 import triton
 import triton.language as tl
 
+#: Numbers of a step: a kernel that were compiled again for some of them would be compiled while serving.
+_STEP = [
+    "num_rows",
+    "num_tokens",
+    "num_items",
+    "table_width",
+    "window",
+    "share_cap",
+    "share_floor",
+    "target",
+    "tokens_per_item",
+]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_STEP)
 def prepare_kernel(
     kv_lens, query_offsets, origins, table, table_rows, indptr, mask_bits, depth,
     to_kv_lens, to_query_offsets, to_origins, page_ptr, splits, sizes, items, trees,
@@ -90,7 +103,7 @@ def prepare_kernel(
         tl.store(items + 2 * item + 1, tl.where(live, part, 0), mask=item < num_items)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_tokens", "num_rows"])
 def span_kernel(spans, count, query_offsets, kv_lens, span_low, span_high, num_tokens,
                 BLOCK: tl.constexpr, SEARCH: tl.constexpr, num_rows):  # fmt: skip
     """Union of the spans that hold each token, as [low, high) in positions: i32[T] each; (0, 0) outside every span."""
