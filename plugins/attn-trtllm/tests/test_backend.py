@@ -154,6 +154,12 @@ def test_scales_of_single_heads_are_refused(recorder):
         on_cpu().open(case, "xqa").run(case)
 
 
+def test_the_scale_of_8_bit_queries_does_not_touch_wider_ones(recorder):
+    case = make_case(GEOMETRY, "decode", kv_lens=(3, 50, 17), page_size=16, dtype="bf16")
+    case.layer.q_scale = Scale(torch.tensor([0.5]), 0.5)
+    judge(case, on_cpu().open(case, "xqa").run(case))
+
+
 def test_a_scale_on_the_device_stays_there_for_xqa_and_is_read_once_for_fmha_v2(recorder):
     fields = {"page_size": 16, "kv_dtype": "fp8_e4m3", "k_scale": 0.5, "v_scale": 2.0}
     decode = make_case(GEOMETRY, "decode", kv_lens=(5, 20), dtype="bf16", **fields)

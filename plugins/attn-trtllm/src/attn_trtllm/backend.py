@@ -168,11 +168,15 @@ class TrtllmBackend:
     def _capturing(self) -> bool:
         return device.capturing(self.context.device)
 
-    def scales(self, layer: MhaLayer) -> tuple[Any, Any]:
-        """(scale of the logits, scale of the result): floats, or f32[1] where only the device knows a factor."""
-        if layer.q_scale is layer.k_scale is layer.v_scale is None:
+    def scales(self, layer: MhaLayer, q: torch.Tensor) -> tuple[Any, Any]:
+        """(scale of the logits, scale of the result): floats, or f32[1] where only the device knows a factor.
+
+        ``q_scale`` belongs to 8-bit queries only.
+        """
+        q_scale = layer.q_scale if q.element_size() == 1 else None
+        if q_scale is layer.k_scale is layer.v_scale is None:
             return self.geometry.scale, 1.0
-        logits = product(self.geometry.scale, factor(layer.q_scale, "q_scale"), factor(layer.k_scale, "k_scale"))
+        logits = product(self.geometry.scale, factor(q_scale, "q_scale"), factor(layer.k_scale, "k_scale"))
         return logits, factor(layer.v_scale, "v_scale")
 
 

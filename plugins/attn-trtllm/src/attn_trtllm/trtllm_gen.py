@@ -66,7 +66,7 @@ class TrtllmGen(TrtllmBackend):
         narrow = cache.k.element_size() == 1
         if narrow and q.dtype != torch.float8_e4m3fn:
             q = quantize(q, "fp8_e4m3", layer.q_scale)[0]
-        logits, result = self.scales(layer)
+        logits, result = self.scales(layer, q)
         arguments: dict[str, Any] = {
             "query": q,
             "kv_cache": (cache.k.transpose(1, 2), cache.v.transpose(1, 2)),

@@ -95,7 +95,7 @@ class Xqa(TrtllmBackend):
         pages = self.pages(cache)
         if not metadata.kernel:
             self.fix(metadata, q, pages[0])
-        logits, result = self.scales(layer)
+        logits, result = self.scales(layer, q)
         call = self._function if metadata.kernel in compiling.loaded else self.announced(metadata.kernel)
         call(
             query=q,
