@@ -1,7 +1,8 @@
 """Runs in the environment of this repository: the same backend and FP8 cache inside transformers, greedy tokens as JSON.
 
-vLLM's own CPU kernel rounds FP8 in a way of its own (it agrees neither with round-to-nearest e4m3 nor with its float32
-result to better than 0.3 on unit-variance values), so its tokens say nothing about a backend that stores what was asked for.
+vLLM's own CPU kernel rounds FP8 in a way of its own: it agrees neither with round-to-nearest e4m3 nor with its float32 result
+(off by up to 0.49 in a one-layer test whose keys are three times unit variance). Its tokens say nothing about a backend that
+stores what was asked for.
 
     python fp8_reference.py MODEL
 """
