@@ -42,6 +42,7 @@ def section(path: Path) -> str:
     ]
     rows: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
     proven: set[str] = set()
+    failed = [cell for cell in report["cells"] if cell["outcome"] == "failed"]
     for cell in report["cells"]:
         if cell["outcome"] == "passed":
             proven.add(cell["check"])
@@ -51,8 +52,10 @@ def section(path: Path) -> str:
         dims = {tuple(cell["head_dims"]) for cell in cells}
         shown = ", ".join(str(k) if k == v else f"{k}/{v}" for k, v in sorted(dims))
         lines.append(f"| {variant} | {phase} | {types} | {pages} | {shown} | {len(cells)} |")
-    if proven:
+    if proven := proven - {cell["check"] for cell in failed}:
         lines += ["", f"Checks passed: {', '.join(sorted(proven))}."]
+    if failed:
+        lines += ["", "Failed:", "", *(f"- `{cell['id']}`" for cell in failed)]
     skipped: dict[str, int] = defaultdict(int)
     for cell in report["cells"]:
         if cell["outcome"] == "skipped":

@@ -18,7 +18,7 @@ from test_kit_run import backend_of
 
 # One phase of this backend takes the process down, another never returns.
 CODE = """
-import os, signal, time
+import os, signal, threading, time
 from attn_core.hookspecs import hookimpl
 from attn_core.testing.reference_backend import ReferenceBackend
 
@@ -28,6 +28,8 @@ class Crashing(ReferenceBackend):
     def attn_metadata(self, batch, group, phase, state, capture):
         if phase == os.environ.get("CRASH"):
             os.kill(os.getpid(), signal.SIGSEGV)
+        if os.environ.get("QUIT"):  # the answer goes out first
+            threading.Timer(0.5, os._exit, (3,)).start()
         if phase == os.environ.get("HANG"):
             time.sleep(60)
         return super().attn_metadata(batch, group, phase, state, capture)
@@ -90,6 +92,13 @@ def test_a_lost_process_fails_its_cell_only(site: Path, variables: dict, limit: 
         assert cell["outcome"] == ("failed" if cell["phase"] == "decode" else "passed"), cell
     assert {cell["phase"] for cell in report["cells"]} == {"prefill", "decode"}
     assert all(found in failure for failure in report["failures"])
+
+
+def test_processes_that_end_between_two_cells_lose_no_result(site: Path) -> None:
+    report = run(site, 2, QUIT="1")
+    assert len(report["cells"]) == len(run(site, 1)["cells"])
+    assert {cell["outcome"] for cell in report["cells"]} <= {"passed", "failed"}
+    assert all("exit status 3" in failure for failure in report["failures"])
 
 
 def test_only_installed_backends_go_to_processes() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import PROMPTS, alone, make, padded, together, using
 
+from attn_core.errors import UsageError
 from attn_transformers import load
 
 
@@ -145,3 +146,15 @@ def test_pages_come_back(llama):
     assert attn.kv.stats().requests == 1
     del cache
     assert attn.kv.stats().requests == 0
+
+
+@pytest.mark.parametrize("how", ["argument", "config", "static"])
+def test_generation_that_would_not_use_the_paged_cache_is_refused(llama, how):
+    attn = load(llama)
+    options = {"max_new_tokens": 2, "do_sample": False}
+    if how == "config":
+        llama.generation_config.use_cache = False
+    else:
+        options |= {"use_cache": False} if how == "argument" else {"cache_implementation": "static"}
+    with pytest.raises(UsageError, match="static" if how == "static" else "use_cache=False"):
+        attn.generate(**padded(), **options)

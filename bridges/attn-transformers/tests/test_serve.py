@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 
 from attn_core.errors import UsageError
-from attn_transformers.serve import server_arguments
+from attn_transformers.serve import serve, server_arguments
 
 MESSAGES = [{"role": "user", "content": "w7 w11 w13 w17 w19 w23"}]
 NEW = 8
@@ -123,11 +123,18 @@ def test_a_served_model_answers_as_its_own_attention_does(folder, expected, extr
         (["--attn-implementation", "sdpa"], "the plan chooses"),
         (["--force-model=x"], "the model is the argument"),
         (["--continuous-batching", "--cb-use-cuda-graph"], "cannot be given"),
+        (["--compile"], "static cache"),
     ],
 )
 def test_options_that_would_bypass_the_plan_are_refused(given, text):
     with pytest.raises(UsageError, match=text):
         server_arguments(given)
+
+
+@pytest.mark.parametrize("first", ["--continuous-batching", "--attn-implementation=sdpa", "--port"])
+def test_an_option_in_the_place_of_the_model_is_refused(first):
+    with pytest.raises(UsageError, match="MODEL comes first"):
+        serve(first, {}, max_tokens=64, server=["some-model"])
 
 
 def test_steps_are_not_captured_under_continuous_batching():

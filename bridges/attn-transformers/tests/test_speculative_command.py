@@ -99,6 +99,8 @@ def test_errors_come_before_the_weights(tiny, monkeypatch):
         command.run(Settings(speculative_num_draft_tokens=9), quiet=True)
     with pytest.raises(UsageError, match="known are"):
         command.run(Settings(draft="medusa"), quiet=True)
+    with pytest.raises(UsageError, match="drafts from n-grams need no attention"):
+        command.run(Settings(draft="ngram", draft_attention_backend="triton"), quiet=True)
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def vllm(monkeypatch):
     """The stand-ins in sys.modules; nothing of the environment asks for a backend."""
     OVERRIDES.clear()
     monkeypatch.setattr(Arguments, "create_engine_config", Arguments.create_engine_config)
-    for name in ("ATTN_BACKEND", "ATTN_PREFILL_BACKEND", "ATTN_DECODE_BACKEND", _install.SLOT_VARIABLE):
+    for name in ("ATTN_BACKEND", "ATTN_PREFILL_BACKEND", "ATTN_DECODE_BACKEND", "ATTN_OPTIONS", _install.SLOT_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     names = "vllm vllm.engine vllm.engine.arg_utils vllm.v1 vllm.v1.attention vllm.v1.attention.backends"
     for name in (*names.split(), "vllm.v1.attention.backends.registry", "vllm.platforms"):
@@ -94,6 +94,7 @@ def test_without_a_request_the_configuration_passes_through(vllm, adopted):
     ("environ", "fields"),
     [
         ({"ATTN_BACKEND": "triton"}, {}),
+        ({"ATTN_OPTIONS": '{"attention_backend": "triton"}'}, {}),
         ({"ATTN_DECODE_BACKEND": "triton"}, {}),
         ({}, {"additional_config": {"attn": "triton"}}),
         ({}, {"backend": Slots.CUSTOM}),

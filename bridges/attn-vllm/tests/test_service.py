@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from vllm_fakes import GEMMA2, GPT_OSS, LLAMA, MISTRAL, FakeServer
 
 from attn_core.errors import BatchError, BindError
@@ -37,6 +38,15 @@ def test_layers_are_exact_in_either_memory_order(model, order):
 def test_sinks_windows_and_soft_cap_come_from_the_group(model, group):
     server = FakeServer(model, {"attention_backend": "torch_native"}, only=group)
     assert run(server).worst < 1e-5
+
+
+def test_sinks_follow_a_weight_update():
+    """vLLM's loaders write through ``.data``, which no tensor version shows; 16-bit sinks are copies in the layer."""
+    server = FakeServer(GPT_OSS, {"attention_backend": "torch_native"}, only="full", dtype=torch.float16)
+    run(server, STEPS[:2])
+    for module in server.modules.values():
+        module.impl.sinks.data.copy_(module.impl.sinks + 3.0)
+    assert run(server, STEPS[2:4]).worst < 5e-3
 
 
 def test_groups_that_share_a_block_table_are_served_together():

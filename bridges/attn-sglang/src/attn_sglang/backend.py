@@ -280,7 +280,10 @@ class CoreBackend:
         sinks, lse = given.pop("sinks", None), bool(given.pop("return_lse", False))
         if (sinks is None) != (bound.layer.sinks is None):
             have, planned = ("absent" if sinks is None else "given"), ("without" if sinks is not None else "with")
-            raise BindError(f"layer {bound.layer.index}: sinks are {have}, and the layer was planned {planned} sinks")
+            raise BindError(
+                f"layer {bound.layer.index}: sinks are {have}, and the layer was planned {planned} sinks",
+                fix="serve this model with a backend of SGLang's own",
+            )
         if sinks is not None:
             copy_sinks(bound, sinks)
         if given:

@@ -39,11 +39,10 @@ class Found:
 
 @dataclass(eq=False, slots=True)
 class Bound:
-    """A module with its layer. ``seen`` identifies the sinks that were copied last."""
+    """A module with its layer."""
 
     found: Found
     layer: MhaLayer
-    seen: Any = None
 
 
 @dataclass(slots=True)
@@ -52,6 +51,10 @@ class Layout:
 
     model: Model
     members: dict[str, list[Found]] = field(default_factory=dict)
+
+
+#: Names under which attention modules of SGLang's models keep their learned sinks.
+_SINKS = ("sinks", "attention_sink_bias", "sink")
 
 
 def find_layers(model: Any) -> list[Found]:
@@ -63,7 +66,7 @@ def find_layers(model: Any) -> list[Found]:
         if not all(hasattr(module, mark) for mark in _MARKS):
             continue
         parent = parents.get(path.rpartition(".")[0])
-        sinks = getattr(parent, "sinks", None)
+        sinks = next((value for name in _SINKS if (value := getattr(parent, name, None)) is not None), None)
         found.append(Found(path, module, sinks, shared=module.layer_id in owners))
         owners.add(module.layer_id)
     return found
@@ -197,9 +200,6 @@ def _scale(layer: Any, name: str) -> Scale | None:
 
 
 def copy_sinks(bound: Bound, given: torch.Tensor) -> None:
-    """Bring the layer's sinks up to date. A weight update writes in place, which raises the tensor's version."""
-    mark = (given.data_ptr(), given._version)
-    if bound.seen != mark:
-        assert bound.layer.sinks is not None
-        bound.layer.sinks.copy_(given.detach().reshape(-1))
-        bound.seen = mark
+    """Bring the layer's sinks up to date, at every call: a weight update leaves no trace, and a captured copy is replayed."""
+    assert bound.layer.sinks is not None
+    bound.layer.sinks.copy_(given.detach().reshape(-1))

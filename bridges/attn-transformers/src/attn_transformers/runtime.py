@@ -84,7 +84,11 @@ class AttnModel:
         return AttnCache(self)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """``model.generate`` with a new cache, whose pages are given back unless the result holds it."""
+        """``model.generate`` with a new cache, whose pages are given back unless the result holds it.
+
+        Raises :class:`UsageError` where generation would not use it: ``use_cache=False``, or a ``cache_implementation``.
+        """
+        self._check_generation(kwargs)
         cache = self.new_cache()
         keep = False
         try:
@@ -94,6 +98,20 @@ class AttnModel:
         finally:
             if not keep:
                 cache.close()
+
+    def _check_generation(self, kwargs: Mapping[str, Any]) -> None:
+        config = kwargs.get("generation_config") or self.model.generation_config
+        if kwargs.get("use_cache", getattr(config, "use_cache", True)) is False:
+            raise UsageError(
+                "use_cache=False cannot be served by attn-core",
+                "every step would send all tokens again, beside their keys in the paged cache",
+                fix="generate(…, use_cache=True), or set it in the model's generation_config",
+            )
+        kind = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
+        if kind is not None:
+            raise UsageError(
+                f"cache_implementation={kind!r} would replace the paged cache of attn-core", fix="leave it out"
+            )
 
     def detach(self) -> None:
         """Give the model its own attention back. Caches of this object are of no use afterwards."""

@@ -17,8 +17,12 @@ from attn_core.errors import UsageError
 from attn_core.plan import Plan
 from attn_transformers._compat import serving_modules
 
-#: Options of ``transformers serve`` that would take the attention, or the model, out of our hands.
-_TAKEN = {"--attn-implementation": "the plan chooses the attention", "--force-model": "the model is the argument"}
+#: Options of ``transformers serve`` that would take the attention, the model or the cache out of our hands: why, and what to do.
+_TAKEN = {
+    "--attn-implementation": ("the plan chooses the attention", "--attention-backend NAME"),
+    "--force-model": ("the model is the argument", "attn serve MODEL"),
+    "--compile": ("a static cache would replace the paged one", "leave it out"),
+}
 _BATCHING, _GRAPH, _NO_GRAPH = "--continuous-batching", "--cb-use-cuda-graph", "--no-cb-use-cuda-graph"
 
 
@@ -32,6 +36,8 @@ def serve(model: str, options: Mapping[str, Any], *, max_tokens: int, server: Se
     Raises :class:`UsageError` for missing packages or an option that cannot be used here, :class:`PlanError` when no backend
     can serve the model.
     """
+    if model.startswith("-"):
+        raise UsageError(f"MODEL comes first, {model} was found in its place", fix="attn serve MODEL --port 8000 …")
     arguments = server_arguments(server)
     app, manager = serving_modules()
     binder = Binder(options, max_tokens=max_tokens, batching=_BATCHING in arguments, log=_to_stderr)
@@ -42,13 +48,14 @@ def serve(model: str, options: Mapping[str, Any], *, max_tokens: int, server: Se
 def server_arguments(given: Sequence[str]) -> list[str]:
     """The options for ``transformers serve``, checked. Raises :class:`UsageError`."""
     names = [argument.partition("=")[0] for argument in given]
-    for name, why in _TAKEN.items():
+    for name, (why, fix) in _TAKEN.items():
         if name in names:
-            raise UsageError(f"{name} cannot be given to attn serve: {why}", fix="--attention-backend NAME")
+            raise UsageError(f"{name} cannot be given to attn serve: {why}", fix=fix)
     if _GRAPH in names:
         raise UsageError(
             f"{_GRAPH} cannot be given to attn serve",
             "transformers would capture steps that this bridge builds on the host",
+            fix="leave it out",
         )
     extra = [_NO_GRAPH] if _BATCHING in names and _NO_GRAPH not in names else []
     return [*given, *extra]

@@ -61,8 +61,9 @@ def wrap_engine_arguments() -> None:
 
 
 def is_asked(config: Any) -> bool:
-    """Whether anybody asks for an attn-core backend, cheaply: three environment variables, two fields."""
-    if any(os.environ.get(name) for name in ("ATTN_BACKEND", "ATTN_PREFILL_BACKEND", "ATTN_DECODE_BACKEND")):
+    """Whether anybody asks for an attn-core backend, cheaply: four environment variables, two fields."""
+    names = ("ATTN_BACKEND", "ATTN_PREFILL_BACKEND", "ATTN_DECODE_BACKEND", "ATTN_OPTIONS")
+    if any(os.environ.get(name) for name in names):
         return True
     extra = getattr(config, "additional_config", None)
     if isinstance(extra, dict) and extra.get("attn"):

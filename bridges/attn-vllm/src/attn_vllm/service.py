@@ -65,6 +65,7 @@ class Service:
         self.page_size = self.plan.pools[0].page_size
         self._router: Router | None = None
         self._layers: dict[str, MhaLayer] = {}
+        self._sinks: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._where: tuple[int, ...] = ()
         self._graphs: RouterGraphState | None = None
         self._captured: dict[tuple[str, int, int], AttentionBatch] = {}
@@ -77,6 +78,8 @@ class Service:
         """The metadata of one step from vLLM's ``CommonAttentionMetadata``; under a captured size, in the graph's buffers."""
         router = self._bound()
         batch = self._batch(common)
+        if self._sinks[0]:  # a weight update writes in place
+            torch._foreach_copy_(*self._sinks)
         self.steps += 1
         static = self._captured.get(_key(batch, common.num_reqs)) if self._captured else None
         if static is None:
@@ -141,11 +144,14 @@ class Service:
     def _make(self) -> Router:
         router = Router(self.plan, self.registry, device=self.device, limits=self.limits)
         caches = []
-        self._layers = {}
+        self._layers, self._sinks = {}, ([], [])
         for name, module in self.modules.items():
             group = self.plan.group(self.groups[name]).group
             pool = self.plan.pools[self.plan.pool_index(group.pools["attend"])]
-            self._layers[name] = make_layer(module, group, quantised=pool.dtype.startswith("fp8"))
+            layer = self._layers[name] = make_layer(module, group, quantised=pool.dtype.startswith("fp8"))
+            if layer.sinks is not None and layer.sinks.data_ptr() != module.impl.sinks.data_ptr():
+                self._sinks[0].append(layer.sinks)
+                self._sinks[1].append(module.impl.sinks.detach())
             caches.append(make_cache(module.kv_cache, group.geometry.qk_dim, pool))  # type: ignore[union-attr]
         router.bind(list(self._layers.values()), caches)
         return router

@@ -92,7 +92,12 @@ def _here(variant: Variant, answer: Availability, platform: Platform) -> dict[st
     archs = {
         name for row in variant.allow for item in row.conditions if item.axis == "arch" for name in _words(item.value)
     }
-    reason = Reason("arch", need=", ".join(sorted(archs)) or "other hardware", have=str(platform))
+    reason = Reason(
+        "arch",
+        need=", ".join(sorted(archs)) or "other hardware",
+        have=str(platform),
+        fix="attn plan shows what serves this hardware",
+    )
     return {**table, "ok": False, "reasons": [reason.to_dict()]}
 
 

@@ -40,7 +40,7 @@ def command(
     report_path: str | None,
     as_json: bool,
 ) -> None:
-    """Run the kit; exit status 1 if a declaration is false."""
+    """Run the kit; exit status 1 if a declaration is false, 2 if nothing could be run."""
     from attn_core.errors import UsageError
     from attn_core.testing.report import run_verification
 
@@ -66,7 +66,11 @@ def command(
         click.echo(json.dumps(report, indent=1))
     else:
         _print(report, report_path)
-    context.exit(1 if report["summary"]["failed"] else 0)
+    counts = report["summary"]
+    if not counts["passed"] + counts["failed"] + counts["refused"]:
+        click.echo("nothing was run: every cell was skipped; attn doctor says what is missing here", err=True)
+        context.exit(2)
+    context.exit(1 if counts["failed"] else 0)
 
 
 def _progress(backend: str) -> Any:

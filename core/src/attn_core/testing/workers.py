@@ -11,6 +11,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
@@ -43,8 +44,10 @@ class _Worker:
     since: float = field(default_factory=time.perf_counter)
 
     def give(self, number: int) -> None:
+        """Hand a cell over; a process that has died meanwhile is noticed when its answer is read."""
         self.number, self.since = number, time.perf_counter()
-        self.pipe.send(number)
+        with suppress(OSError):
+            self.pipe.send(number)
 
     def stop(self) -> None:
         self.pipe.close()
@@ -98,7 +101,7 @@ def run_cells(
                 number = worker.number
                 assert number is not None
                 if id(worker.pipe) in answered:
-                    answer = _receive(job, worker, cells[number])
+                    answer = _receive(job, worker, cells[number], started=bool(found))
                     if answer is None:
                         continue
                     result, healthy = answer
@@ -115,13 +118,16 @@ def run_cells(
     return [found[number] for number in numbers]
 
 
-def _receive(job: Job, worker: _Worker, cell: Cell) -> tuple[CellResult, bool] | None:
-    """The result of a worker's cell and whether it can go on; None for its first message, which says that it is ready."""
+def _receive(job: Job, worker: _Worker, cell: Cell, *, started: bool) -> tuple[CellResult, bool] | None:
+    """The result of a worker's cell and whether it can go on; None for its first message, which says that it is ready.
+
+    Raises :class:`PluginError` if no worker gets ready at all; once there are results (`started`) a cell is lost instead.
+    """
     try:
         answer = worker.pipe.recv()
     except (EOFError, OSError):
         worker.process.join(timeout=10)
-        if not worker.ready:
+        if not (worker.ready or started):
             raise _unusable(job, worker.process) from None
         return _lost(cell, _ending(worker.process), worker.since), False
     if isinstance(answer, str):

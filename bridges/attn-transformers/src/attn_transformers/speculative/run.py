@@ -67,6 +67,11 @@ def run(settings: Settings, *, quiet: bool = False, model: Any = None) -> Specul
     from attn_transformers.speculative.trees import Shape
 
     shape = Shape.of(settings.topk, settings.steps, settings.speculative_num_draft_tokens)
+    if settings.draft == "ngram" and settings.draft_attention_backend is not None:
+        raise UsageError(
+            f"--draft-attention-backend {settings.draft_attention_backend}: drafts from n-grams need no attention",
+            fix="--draft truncated, or leave it out",
+        )
     screen = SpeculativeScreen(quiet)
     config, plan = _plan(settings, shape, None if model is None else model.model.config)
     screen.plan(plan)
