@@ -106,10 +106,11 @@ def test_a_served_model_answers_as_its_own_attention_does(folder, expected, extr
     finally:
         server.terminate()
         try:
-            said = server.communicate(timeout=60)[1]
+            said, ended = server.communicate(timeout=60)[1], True
         except subprocess.TimeoutExpired:
             server.kill()
-            said = server.communicate()[1]
+            said, ended = server.communicate()[1], False
+    assert ended, said[-3000:]
     assert "torch_native" in said.split("calls ")[0]  # the plan, before the first request
     calls = re.search(r"calls +(?:mha/)?torch_native[^:]*: (.*)", said)
     assert calls, said[-3000:]

@@ -111,6 +111,15 @@ class Binder:
         from attn_transformers.paged import continuous_batching
 
         bridge = self._open.enter_context(continuous_batching(model, **self.options))
+        start = model.init_continuous_batching
+
+        def started(*args: Any, **kwargs: Any) -> Any:
+            manager = start(*args, **kwargs)
+            self._open.callback(manager.stop, timeout=10.0, hard_stop=True)  # the server leaves its thread running
+            return manager
+
+        model.init_continuous_batching = started
+        self._open.callback(delattr, model, "init_continuous_batching")
         self._show(bridge.plan)
         return bridge
 
