@@ -47,15 +47,15 @@ def peers(shape: Shape, wheels: Path | None) -> dict[str, Make]:
     found: dict[str, Make] = {}
     if shape.kv != "bf16":
         return found
+    found["sglang"] = lambda world: _sglang(world, wheels)
+    found["vllm"] = lambda world: _vllm(world, wheels)
+    if shape.dim == 128:
+        found |= {"flashinfer": _flashinfer, "fa3": _fa3, "fa4": _fa4}
     if shape.phase == "prefill" and shape.rows == 1 and shape.new == shape.kv_len and shape.window is None:
         from torch.nn.attention import SDPBackend
 
         found["torch-cudnn"] = lambda world: _sdpa(world, SDPBackend.CUDNN_ATTENTION)
         found["torch-flash"] = lambda world: _sdpa(world, SDPBackend.FLASH_ATTENTION)
-    if shape.dim == 128:
-        found |= {"flashinfer": _flashinfer, "fa3": _fa3, "fa4": _fa4}
-    found["sglang"] = lambda world: _sglang(world, wheels)
-    found["vllm"] = lambda world: _vllm(world, wheels)
     return found
 
 
@@ -148,16 +148,24 @@ def _fa4(world: World) -> list[Program]:
     attend = installed("flash_attn.cute").flash_attn_varlen_func
     shape, address = world.shape, world.batch.kv(0)
     window = (None, None) if shape.window is None else (shape.window - 1, 0)
-    splits = 0 if shape.phase == "decode" else 1
     outs = world.outs()
 
-    def call(number: int) -> None:
+    def call(number: int, splits: int) -> None:
         inputs, cache = world.inputs[number], world.caches[number]
         out = attend(inputs.q, cache.k, cache.v, cu_seqlens_q=world.batch.query_offsets, max_seqlen_q=shape.new,
                      seqused_k=address.kv_lens, page_table=address.table, causal=True, window_size=window, num_splits=splits)  # fmt: skip
         outs[number] = out[0] if isinstance(out, tuple) else out
 
-    return [Program("varlen", [lambda n=n: call(n) for n in range(len(world.caches))], outs)]
+    splits = 0 if shape.phase == "decode" else 1
+    try:
+        call(0, splits)
+    except AssertionError as error:  # its own choice can be one that this architecture has no kernel for
+        if not splits and "SplitKV" in str(error):
+            splits = 1
+        else:
+            raise
+    choice = "its own splits" if splits == 0 else "one split"
+    return [Program(choice, [lambda n=n: call(n, splits) for n in range(len(world.caches))], outs)]
 
 
 # --- Triton kernels from wheels -----------------------------------------------------------------------------------------------

@@ -114,10 +114,11 @@ def make_cache(shape: Shape, pages: int, device: torch.device) -> MhaCache:
     size = (pages, shape.page, shape.kv_heads, shape.dim)
     if shape.kv == "fp4":
         packed = [
-            torch.randint(0, 255, (*size[:3], shape.dim // 2), dtype=torch.uint8, device=device) for _ in range(2)
+            torch.randint(0, 256, (*size[:3], shape.dim // 2), dtype=torch.uint8, device=device) for _ in range(2)
         ]
         blocks = [
-            torch.full((*size[:3], shape.dim // 16), 0.25, device=device).to(torch.float8_e4m3fn) for _ in range(2)
+            torch.rand((*size[:3], shape.dim // 16), device=device).mul(0.4).add(0.05).to(torch.float8_e4m3fn)
+            for _ in range(2)
         ]
         return MhaCache(packed[0], packed[1], blocks[0], blocks[1], "fp4_block16")
     k, v = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))

@@ -6,6 +6,9 @@ Decode is measured in bytes of keys and values against the measured copy bandwid
 (query, key) pairs against the measured matrix rate. Decode steps run in one CUDA graph over several caches, so that no cache
 stays in L2. Every kernel's numbers are compared with ours before it is timed, and ours with plain torch in fp32. FOLDER holds
 the wheels of SGLang and vLLM, whose Triton kernels are loaded from there; ``--warm N`` compiles everything in N processes first.
+
+All shapes are measured with the kernels that compile fast, then all again with the others (``SLOW``), so that a run that is cut
+short has lost the least. FA4 keeps what it compiled for other processes with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ import torch
 
 from _mha_load import Missing
 from _mha_peers import RECORDED_DECODE, TRITON_PEERS, Make, Program, peer_versions, peers
+from _mha_plot import plot
 from _mha_world import Shape, World, build_world, make_context, reference, time_graph, triton_calls
 
 DECODE = (
@@ -64,6 +68,8 @@ def measure_ceilings() -> dict[str, float]:
 
 #: Largest relative difference between two kernels' results that counts as the same answer.
 SAME = 0.01
+#: Kernels that take 10 to 20 seconds to compile for a new kind of shape: measured after all others.
+SLOW = frozenset({"fa4"})
 
 
 def ours(world: World) -> list[Program]:
@@ -72,18 +78,31 @@ def ours(world: World) -> list[Program]:
     return [Program("default", calls, world.kept["out"])]
 
 
-def measure(shape: Shape, ceilings: dict[str, float], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row for each kernel that takes the shape, ours first."""
-    world = build_world(shape)
-    want = reference(world) if shape.kv_len * shape.new <= 1 << 27 else None
-    mine: list[torch.Tensor] = []
+def measure(
+    shape: Shape, ceilings: dict[str, float], options: argparse.Namespace, slow: bool = False
+) -> Iterator[dict[str, Any]]:
+    """One row for each kernel that takes the shape, ours first; or for each of the SLOW ones, ours run for comparison only."""
     others = {} if options.quick else peers(shape, options.peers)
-    programs: dict[str, Make] = {"triton": ours, **{k: v for k, v in others.items() if k not in options.without}}
+    programs: dict[str, Make] = {k: v for k, v in others.items() if (k in SLOW) == slow and k not in options.without}
+    if slow and not programs:
+        return
     late = options.budget and time.monotonic() - START > options.budget
+    facts = {"shape": str(shape), **vars(shape)}
+    spent = {"unavailable": f"the budget of {options.budget:.0f} s is spent"}
+    if slow and late:
+        yield from ({"kernel": name, **facts, **spent} for name in programs)
+        return
+    world = build_world(shape)
+    want = reference(world) if shape.kv_len * shape.new <= 1 << 27 and not slow else None
+    mine: list[torch.Tensor] = []
+    if slow:
+        mine += own_results(world)
+    else:
+        programs = {"triton": ours, **programs}
     for name, make in programs.items():
-        row: dict[str, Any] = {"kernel": name, "shape": str(shape), **vars(shape)}
+        row: dict[str, Any] = {"kernel": name, **facts}
         if late and mine:
-            yield {**row, "unavailable": f"the budget of {options.budget:.0f} s is spent"}
+            yield row | spent
             continue
         try:
             row |= run_kernel(make(world), mine, want, shape, options.quick)
@@ -95,11 +114,24 @@ def measure(shape: Shape, ceilings: dict[str, float], options: argparse.Namespac
             if "illegal memory access" in str(error):
                 raise SystemExit(f"{name} broke the device on {shape}: {error}") from error
             continue
-        rate = shape.kv_bytes / row["us"] / 1e6 if shape.phase == "decode" else shape.flops / row["us"] / 1e6
-        decode = shape.phase == "decode"
-        row |= {"tb_s": round(rate, 3)} if decode else {"tflop_s": round(rate, 1)}
-        row["of_ceiling"] = round(rate / ceilings["copy_tb_s" if decode else "matmul_tflop_s"], 3)
-        yield row
+        yield row | rate_of(shape, row["us"], ceilings)
+
+
+def own_results(world: World) -> list[torch.Tensor]:
+    """What our kernel gives, one tensor for each copy of the cache."""
+    (program,) = ours(world)
+    for call in program.calls:
+        call()
+    return [out.clone() for out in program.outs]
+
+
+def rate_of(shape: Shape, us: float, ceilings: dict[str, float]) -> dict[str, float]:
+    """Bytes (decode) or operations (prefill) in a time, and their share of what the hardware was measured to do."""
+    if shape.phase == "decode":
+        rate = shape.kv_bytes / us / 1e6
+        return {"tb_s": round(rate, 3), "of_ceiling": round(rate / ceilings["copy_tb_s"], 3)}
+    rate = shape.flops / us / 1e6
+    return {"tflop_s": round(rate, 1), "of_ceiling": round(rate / ceilings["matmul_tflop_s"], 3)}
 
 
 def run_kernel(
@@ -110,7 +142,7 @@ def run_kernel(
     for program in programs:
         for call in program.calls:
             call()
-        found: dict[str, Any] = {"choice": program.choice} if len(programs) > 1 else {}
+        found: dict[str, Any] = {"choice": program.choice}
         if want is not None:
             found["relative_error"] = difference(program.outs[0][: shape.new], want)
         if not mine:
@@ -134,19 +166,35 @@ def difference(have: torch.Tensor, want: torch.Tensor) -> float:
     return round(float((have - want).norm() / want.norm()), 5)
 
 
-def warm(job: tuple[Shape, Path | None, list[str]]) -> list[str]:
-    """Compile every kernel of a shape on a short one, but for those named last: what failed."""
-    shape, wheels, without = job
-    new = 1 if shape.new == 1 else min(shape.new, 256)
-    old = 0 if shape.new == shape.kv_len else 512
-    small = replace(shape, kv_len=new + old if new > 1 else min(shape.kv_len, 1024), new=new)
+@dataclass(frozen=True)
+class WarmJob:
+    """What one process compiles at a time: kernels of one shape."""
+
+    shape: Shape
+    kernels: frozenset[str]
+    wheels: Path | None
+
+
+def warm_jobs(shapes: Sequence[Shape], options: argparse.Namespace) -> list[WarmJob]:
+    """Every kernel of every shape once; the slow ones first, and only for shapes that they are compiled anew for."""
+    jobs: dict[tuple[Any, ...], WarmJob] = {}
+    names = {shape: {"triton", *peers(shape, options.peers)}.difference(options.without) for shape in shapes}
+    for shape in shapes:
+        kind = (shape.dim, shape.q_heads // shape.kv_heads, shape.page, shape.kv, shape.window, shape.phase)
+        for name in names[shape] & SLOW:
+            jobs.setdefault((name, *kind), WarmJob(shape, frozenset({name}), options.peers))
+    return [*jobs.values(), *(WarmJob(shape, frozenset(names[shape] - SLOW), options.peers) for shape in shapes)]
+
+
+def warm(job: WarmJob) -> list[str]:
+    """Compile the kernels of a job: what failed."""
     problems = []
     try:
-        world = build_world(small, spread=1)
+        world = build_world(job.shape, spread=1)
     except Exception as error:
-        return [f"{shape}: {type(error).__name__}: {error}"[:200]]
-    for name, make in {"triton": ours, **peers(small, wheels)}.items():
-        if name in without:
+        return [f"{job.shape}: {type(error).__name__}: {error}"[:200]]
+    for name, make in {"triton": ours, **peers(job.shape, job.wheels)}.items():
+        if name not in job.kernels:
             continue
         try:
             for program in make(world):
@@ -154,7 +202,7 @@ def warm(job: tuple[Shape, Path | None, list[str]]) -> list[str]:
                     call()
             torch.cuda.synchronize()
         except Exception as error:
-            problems.append(f"{shape} {name}: {type(error).__name__}: {error}"[:200])
+            problems.append(f"{job.shape} {name}: {type(error).__name__}: {error}"[:200])
     return problems
 
 
@@ -231,32 +279,6 @@ def versions() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Fractions of the ceilings as bars, ours and the best of the others."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in report["rows"] if "of_ceiling" in row]
-    names = list(dict.fromkeys(row["shape"] for row in rows))
-    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
-    figure, axes = plt.subplots(figsize=(9, 0.32 * len(names) * max(1, len(kernels) / 2) + 1.5))
-    height = 0.8 / len(kernels)
-    for number, kernel in enumerate(kernels):
-        found = {row["shape"]: row["of_ceiling"] for row in rows if row["kernel"] == kernel}
-        axes.barh(
-            [i + number * height for i in range(len(names))], [found.get(n, 0) for n in names], height, label=kernel
-        )
-    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(names))], names, fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="black", linewidth=0.5)
-    axes.set_xlabel("fraction of the measured ceiling (copy bandwidth for decode, matrix rate for prefill)")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def show(row: dict[str, Any]) -> str:
     """One line of the table."""
     if "us" not in row:
@@ -288,7 +310,7 @@ def main() -> None:
     shapes = (*DECODE, *NARROW, *PREFILL)
     if options.warm:
         with multiprocessing.get_context("spawn").Pool(options.warm) as pool:
-            for problems in pool.imap_unordered(warm, [(shape, options.peers, options.without) for shape in shapes]):
+            for problems in pool.imap_unordered(warm, warm_jobs(shapes, options)):
                 print(*problems, sep="\n", end="\n" if problems else "")
         print(f"compiled after {time.monotonic() - START:.0f} s", flush=True)
     ceilings = measure_ceilings()
@@ -297,20 +319,29 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {"schema_version": 2, **versions(), "peers": peer_versions(options.peers)}
     report |= {"ceilings": ceilings, "rows": rows}
-    for shape in shapes:
-        for row in measure(shape, ceilings, options):
-            rows.append(row)
-            print(show(row), flush=True)
-        torch.cuda.empty_cache()
-        if options.out:
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-    report["step"] = measure_step()
-    report["summary"] = summarise(rows)
-    print(report["step"], report["summary"], f"{time.monotonic() - START:.0f} s", sep="\n")
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    order = [str(shape) for shape in shapes]
+    for slow in (False, True):
+        for shape in shapes:
+            for row in measure(shape, ceilings, options, slow):
+                rows.append(row)
+                print(show(row), flush=True)
+            torch.cuda.empty_cache()
+            save(report, options.out)
+        if not slow:
+            report["step"] = measure_step()
+            report["summary"] = summarise(rows)
+            print(report["step"], report["summary"], f"{time.monotonic() - START:.0f} s", sep="\n", flush=True)
+    rows.sort(key=lambda row: order.index(row["shape"]))
+    save(report, options.out)
+    print(f"{time.monotonic() - START:.0f} s")
     if options.plot:
         plot(report, options.plot)
+
+
+def save(report: dict[str, Any], path: Path | None) -> None:
+    """Write the report as it is by now."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from attn_core import merge
 from attn_core.errors import BatchError
 from attn_core.merge import apply_sinks, log2_to_ln, mask_empty, merge_many, merge_states, token_major
 
@@ -79,6 +81,7 @@ def test_c75_an_empty_part_changes_no_bit(dtype, junk):
     assert merged.eq(-math.inf).all()
     out, merged = merge_many([(nothing, never)])
     assert out.eq(0).all()
+    assert torch.equal(merge_many([(value, lse)])[0].view(torch.uint8), value.view(torch.uint8))
 
 
 def test_large_lse_does_not_overflow_and_nan_stays_visible():
@@ -91,6 +94,124 @@ def test_large_lse_does_not_overflow_and_nan_stays_visible():
     out, lse = merge_states(one, torch.tensor([[math.nan]]), two, torch.tensor([[5.0]]))
     assert lse.isnan().all()
     assert out.isnan().all()
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that run something; views and allocations do not."""
+
+    free = frozenset({"unbind", "unsqueeze", "view", "alias", "slice", "select", "empty", "detach", "t"})
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in self.free:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operations_are_few(count, dtype):
+    """A decode step over three ranges of keys costs what it launches: two operations a part and four more, no others."""
+    parts = [(torch.randn(3, 2, 8).to(dtype), torch.randn(2, 3).t()) for _ in range(count)]
+    with Operations() as seen:
+        merge_many(parts, torch.empty(3, 2, 8, dtype=dtype))
+    most = 7 if count == 1 else 2 * count + 4
+    assert len(seen.names) <= most, seen.names
+    with Operations() as seen:
+        merge_many(parts)
+    assert len(seen.names) <= most + (dtype != torch.float32), seen.names
+    assert not {"_local_scalar_dense", "item", "nonzero"} & set(seen.names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [1, 2 * 3 * 4 * 16, 10**9])
+def test_blocks_of_tokens_change_nothing(monkeypatch, dtype, block):
+    """Up to the last bit: torch promises no equal rounding for other sizes (vector units take tails another way)."""
+    close = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-6}
+    g = torch.Generator().manual_seed(7)
+    parts = [(torch.randn(7, 4, 16, generator=g).to(dtype), torch.randn(7, 4, generator=g)) for _ in range(3)]
+    parts[1][1][2:5] = -math.inf
+    want, want_lse = merge_many(parts)
+    monkeypatch.setattr(merge, "BLOCK_ELEMENTS", block)
+    out, lse = merge_many(parts)
+    torch.testing.assert_close(out, want, **close)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
+    target = torch.full((4, 7, 16), math.nan, dtype=dtype).transpose(0, 1)  # strided
+    got, lse = merge_many(parts, target)
+    assert got is target
+    torch.testing.assert_close(target, want, **close)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [1, 384, 10**9])
+def test_the_same_merge_has_the_same_bits(monkeypatch, block):
+    """From run to run, with and without blocks; a part alone passes through bit by bit in every block."""
+    monkeypatch.setattr(merge, "BLOCK_ELEMENTS", block)
+    g = torch.Generator().manual_seed(7)
+    parts = [(torch.randn(7, 4, 16, generator=g), torch.randn(7, 4, generator=g)) for _ in range(3)]
+    for _, lse in parts[1:]:
+        lse[2:5] = -math.inf
+    first, again = merge_many(parts), merge_many([(out.clone(), lse.clone()) for out, lse in parts])
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert torch.equal(first[0][2:5], parts[0][0][2:5])
+    assert torch.equal(first[1][2:5], parts[0][1][2:5])
+
+
+def test_sums_are_rounded_once_and_kinds_may_differ():
+    """bf16 parts into a bf16 result: exactly the rounded fp32 result; an fp32 part among bf16 ones keeps its digits."""
+    g = torch.Generator().manual_seed(11)
+    values = [torch.randn(6, 2, 8, generator=g).bfloat16() for _ in range(4)]
+    lses = [torch.randn(6, 2, generator=g) * 3 for _ in range(4)]
+    exact, _ = merge_many([(v.float(), s) for v, s in zip(values, lses, strict=True)])
+    parts = list(zip(values, lses, strict=True))
+    assert torch.equal(merge_many(parts)[0], exact.bfloat16())
+    assert torch.equal(merge_many(parts, torch.empty(6, 2, 8, dtype=torch.bfloat16))[0], exact.bfloat16())
+    precise = merge_many(parts, torch.empty(6, 2, 8))[0]
+    assert torch.equal(precise, exact)
+    fine = values[1].float() + 1e-4
+    mixed, _ = merge_many([parts[0], (fine, lses[1])], torch.empty(6, 2, 8))
+    want, _ = merge_many([(values[0].float(), lses[0]), (fine, lses[1])])
+    assert torch.equal(mixed, want)
+    lse16 = [s.bfloat16() for s in lses]
+    out, lse = merge_many(list(zip(values, lse16, strict=True)))
+    assert lse.dtype == torch.float32
+    assert torch.equal(out, merge_many([(v, s.float()) for v, s in zip(values, lse16, strict=True)])[0])
+
+
+def test_gradients_pass_and_out_takes_none():
+    value = torch.randn(2, 1, 4, requires_grad=True)
+    lse = torch.zeros(2, 1)
+    out, _ = merge_many([(value, lse), (torch.ones(2, 1, 4), lse), (torch.ones(2, 1, 4), lse)])
+    out.sum().backward()
+    torch.testing.assert_close(value.grad, torch.full((2, 1, 4), 1 / 3))
+    target = torch.empty(2, 1, 4)
+    merge_many([(value, lse), (torch.ones(2, 1, 4), lse)], target)
+    assert not target.requires_grad
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_may_hold_it():
+    g = torch.Generator(device="cuda").manual_seed(5)
+    parts = [
+        (torch.randn(4, 8, 128, generator=g, device="cuda").bfloat16(), torch.randn(4, 8, generator=g, device="cuda"))
+        for _ in range(3)
+    ]
+    target = torch.empty_like(parts[0][0])
+    merge_many(parts, target)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = merge_many(parts, target)
+    parts[0][0].normal_()
+    parts[2][1].fill_(-math.inf)
+    want, want_lse = merge_many(parts)
+    graph.replay()
+    assert torch.equal(target, want)
+    assert torch.equal(lse, want_lse)
 
 
 def test_the_result_may_overwrite_an_input():
@@ -162,6 +283,8 @@ def test_refusals():
         merge_many([])
     with pytest.raises(BatchError, match=r"lse \[2, 5\]"):
         merge_states(torch.zeros(5, 2, 4), torch.zeros(5, 2), torch.zeros(5, 2, 4), torch.zeros(2, 5))
+    with pytest.raises(BatchError, match=r"out \[2, 5, 4\]"):
+        merge_many([(torch.zeros(5, 2, 4), torch.zeros(5, 2))], torch.zeros(2, 5, 4))
     with pytest.raises(BatchError, match="one logit a query head"):
         apply_sinks(torch.zeros(5, 2, 4), torch.zeros(5, 2), torch.zeros(3))
 

@@ -167,6 +167,7 @@ class Server:
         self.free = (1 + torch.randperm(slots // page - 1, generator=self.random)).tolist()
         self.lengths = dict.fromkeys(range(1, rows + 1), 0)
         self.history = {}  # (request, layer) -> (k, v) float64
+        self.narrow_queries = False  #: whether the backend computes with queries in e4m3
         self.facts = ServerFacts(
             model="fake", device=str(device), dtype=dtype, kv_dtype=kv_dtype, page_size=page, context_length=context,
             max_rows=rows, speculation=speculation, graphs=graphs, prefill_name="x", decode_name="x", **facts,
@@ -318,6 +319,8 @@ class Server:
     def _dense(self, q, keys, values, seen, index):
         attn = self.modules[index]
         group = attn.tp_q_head_num // attn.tp_k_head_num
+        if self.narrow_queries:  # a kernel of 8-bit queries rounds them first
+            q = q.clamp(-448, 448).to(torch.float8_e4m3fn)
         q = q.cpu().double().view(q.shape[0], attn.tp_q_head_num, -1)
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * attn.scaling

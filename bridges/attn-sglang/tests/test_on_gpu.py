@@ -26,14 +26,18 @@ CASES = {
     "head-major": {"page": 16, "hnd": True},
     "fp8": {"page": 16, "kv_dtype": torch.float8_e4m3fn, "scales": (0.5, 2.0)},
 }
-MOST = 3e-2
+#: Relative errors: of 16-bit queries, and of kernels that also take queries and weights in 8 bits.
+MOST, NARROW = 3e-2, 6e-2
 
 
 def _backend(server, name):
+    """The backend and the largest error allowed. The reference rounds queries as the plan says that the kernel does."""
     try:
-        return backend_of(server, backend=name)
+        backend = backend_of(server, backend=name)
     except PlanError as error:
         pytest.skip(f"not planned: {error.message[:200]}")
+    server.narrow_queries = any(served.q_dtype.startswith("fp8") for _, _, served in backend.plan.phase_plans())
+    return backend, NARROW if server.narrow_queries else MOST
 
 
 def _graph(function):
@@ -57,7 +61,7 @@ def _graph(function):
 @pytest.mark.parametrize("case", CASES)
 def test_eager(case, name):
     server = Server(**SHAPE, **CASES[case])
-    backend = _backend(server, name)
+    backend, most = _backend(server, name)
     for make in (
         lambda: server.extend({1: 150, 2: 33}),
         lambda: server.extend({2: 40, 3: 129}),
@@ -65,7 +69,7 @@ def test_eager(case, name):
         lambda: server.decode([1]),
     ):
         outs, wanted = server.run(backend, make())
-        assert worst(outs, wanted) < MOST
+        assert worst(outs, wanted) < most
     print(backend.plan.groups[0].phases["decode"].backend, backend.calls())
 
 
@@ -74,7 +78,7 @@ def test_eager(case, name):
 def test_decode_graphs(case, name):
     """Buckets of 4, 2 and 1 rows; rows of lengths that change between replays; padded rows; a prefill in between."""
     server = Server(**SHAPE, **CASES[case], graphs=True)
-    backend = _backend(server, name)
+    backend, most = _backend(server, name)
     try:
         graphs = GraphServer(server, backend, (4, 2, 1), record=_graph)
     except GraphError as error:
@@ -82,11 +86,11 @@ def test_decode_graphs(case, name):
     server.run(backend, server.extend({1: 150, 2: 33, 3: 1}))
     for rows in ([1, 2, 3], [2], [3, 1], [1, 2, 3], [1]):
         outs, wanted = graphs.run(server.decode(rows))
-        assert worst(outs, wanted) < MOST
+        assert worst(outs, wanted) < most
     server.run(backend, server.extend({4: 300}))
     for rows in ([4, 2, 1, 3], [4]):
         outs, wanted = graphs.run(server.decode(rows))
-        assert worst(outs, wanted) < MOST
+        assert worst(outs, wanted) < most
     assert backend._graphs.replays == 7
 
 
@@ -96,14 +100,14 @@ def test_decode_graphs(case, name):
 def test_verify_graphs(page, parents, name):
     speculation = Speculation("NGRAM", 6, tree=parents is not None)
     server = Server(**SHAPE, page=page, graphs=True, speculation=speculation)
-    backend = _backend(server, name)
+    backend, most = _backend(server, name)
     server.run(backend, server.extend({1: 150, 2: 33, 3: 2}))
     outs, wanted = server.run(backend, server.verify([1, 2, 3], 6, parents))
-    assert worst(outs, wanted) < MOST
+    assert worst(outs, wanted) < most
     try:
         graphs = GraphServer(server, backend, (4, 1), width=6, record=_graph)
     except GraphError as error:
         pytest.skip(f"no graphs: {error}")
     for rows in ([1, 2, 3], [2], [3, 1]):
         outs, wanted = graphs.run(server.verify(rows, 6, parents))
-        assert worst(outs, wanted) < MOST
+        assert worst(outs, wanted) < most

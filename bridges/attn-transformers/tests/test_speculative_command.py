@@ -13,8 +13,9 @@ from attn_core.errors import PlanError, UsageError
 from attn_transformers import smollm2
 from attn_transformers.speculative import run as command
 from attn_transformers.speculative.cli import speculate
-from attn_transformers.speculative.engine import Mismatch, Speculator
+from attn_transformers.speculative.engine import Speculator
 from attn_transformers.speculative.run import Settings
+from attn_transformers.ties import Mismatch
 
 
 class TinyTokenizer:
@@ -26,7 +27,7 @@ class TinyTokenizer:
 def tiny(monkeypatch):
     """The command with a tiny random model in place of SmolLM2."""
     model = make("llama")
-    monkeypatch.setattr(smollm2, "config", lambda: model.config)
+    monkeypatch.setattr(smollm2, "config", lambda *_: model.config)
     monkeypatch.setattr(smollm2, "load", lambda *_, **__: smollm2.Smollm2(model, TinyTokenizer()))
     monkeypatch.setattr(smollm2, "chat", lambda _, prompts: [[1 + ord(c) % 200 for c in p] for p in prompts])
     return model
@@ -72,17 +73,35 @@ def test_json(tiny, tmp_path):
     assert document["plan"]["options"]["speculative_algorithm"] == "NGRAM"
 
 
+def test_report_and_control(tiny, tmp_path):
+    file = tmp_path / "folder" / "report.json"
+    flags = ["--max-new-tokens", "5", "--topk", "2", "--steps", "2", "--control", "--report", str(file)]
+    result = CliRunner().invoke(speculate, flags)
+    assert result.exit_code == 0, result.output
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert document["first_differences"] == [None] * 3
+    assert document["control"]["copies"] == 5
+    assert document["control"]["mismatches"] == []
+    assert 0 <= document["control"]["from_plain"]["median"] < 1e-4
+    assert 0 < document["logits_apart"]["largest"] < 1e-4
+    assert document["versions"].keys() >= {"python", "torch", "transformers", "attn-core", "attn-torch"}
+    assert (len(document["date"]), document["threads"]) == (10, 1)
+    assert "control, plain decoding with 5 of each row: 0 tokens differ from the answers" in result.output
+
+
 def test_only_ties_are_forgiven(tiny, monkeypatch):
     kept = Speculator.check
 
-    def with_mismatch(gap):
-        return lambda self, *arguments: ([Mismatch(1, 2, 3, 4, gap, gap / 2)], kept(self, *arguments)[1])
+    def with_mismatch(gap, own=None):
+        return lambda self, *arguments: ([Mismatch(1, 2, 3, 4, gap, gap / 2, own)], kept(self, *arguments)[1])
 
     monkeypatch.setattr(Speculator, "check", with_mismatch(5e-4))
     result = CliRunner().invoke(speculate, ["--max-new-tokens", "4"])
     assert result.exit_code == 0
     assert "prompt 2, token 2: tie: 3 instead of 4, logit gap 5.00e-04, top 2 apart by 2.50e-04" in result.output
     assert "identical tokens: 11/12 vs plain decoding, 1 ties" in result.output
+    monkeypatch.setattr(Speculator, "check", with_mismatch(5e-4, 2e-3))  # a tie must be one on both sides
+    assert CliRunner().invoke(speculate, ["--max-new-tokens", "4"]).exit_code == 1
     monkeypatch.setattr(Speculator, "check", with_mismatch(2e-3))
     result = CliRunner().invoke(speculate, ["--max-new-tokens", "4"])
     assert result.exit_code == 1

@@ -13,7 +13,7 @@ from vllm_fakes import GPT_OSS, LLAMA, config
 from attn_core.errors import BindError, PlanError, UsageError, WorkerMismatch
 from attn_vllm import worker
 from attn_vllm.parent import check_version
-from attn_vllm.planning import _runnable, fit_block_size, make_plan, summary
+from attn_vllm.planning import _runnable, fit_block_size, lengths_are_exact, make_plan, summary
 from attn_vllm.worker import active_plan, graph_limits, reasons_against, verify_length
 
 NATIVE = {"attention_backend": "torch_native"}
@@ -68,6 +68,86 @@ def test_drafts_are_short_prefills_where_it_has_none_and_that_is_said(caplog, mo
     assert "verified as short prefills" in caplog.text
 
 
+# --- asynchronous scheduling of drafts -----------------------------------------------------------------------------------
+
+
+def drafting(asynchronous: bool = True, **changes):
+    """A GPU server whose drafts come from a draft model, which vLLM's own backend serves."""
+    made = config(spec=3, method="eagle", **changes)
+    made.speculative_config.attention_backend = SimpleNamespace(name="FLASH_ATTN")
+    made.scheduler_config.async_scheduling = asynchronous
+    return made
+
+
+@pytest.fixture
+def two_backends(monkeypatch):
+    """``torch_native`` with upper bounds only, and ``hosted``: ranked first, and planning from exact lengths on the host."""
+    from attn_core.discovery import Registry, discover
+    from attn_core.platform import parse_platform
+    from attn_core.testing import reference_backend
+
+    [native] = [m for m in discover().manifests if (m.kind, m.name) == ("mha", "torch_native")]
+
+    def needing(degree):
+        rows = (tuple(replace(row, host_lengths=None) for row in variant.allow) for variant in native.variants)
+        return tuple(replace(v, host_lengths=degree, allow=a) for v, a in zip(native.variants, rows, strict=True))
+
+    first = tuple(replace(row, rank=1) for row in native.order)
+    hosted = replace(native, name="hosted", package="attn-hosted", variants=needing("exact"), order=first)
+    native = replace(native, variants=needing("bound"))
+    modules = {native.package: reference_backend, "attn-hosted": reference_backend}
+    registry = Registry.with_manifests([native, hosted], modules=modules)
+    monkeypatch.setattr("attn_core.discovery.discover", lambda: registry)
+    monkeypatch.setattr("attn_core.platform.detect_platform", lambda device: parse_platform("cuda:sm90"))
+
+
+def test_exact_lengths_and_asynchronous_drafts_are_refused_in_the_plan(two_backends):
+    with pytest.raises(PlanError) as error:
+        make_plan(drafting(), "cuda", {"attention_backend": "hosted"})
+    text = str(error.value)
+    assert "hosted cannot be combined with asynchronous scheduling of drafts" in text
+    assert "needed   hosted: exact lengths on the host" in text
+    assert "speculative method 'eagle'" in text
+    assert "--no-async-scheduling" in text
+    assert any(reason.code == "host_lengths" for lost in error.value.rejected for reason in lost.reasons)
+
+
+def test_it_is_refused_where_only_one_phase_needs_exact_lengths(two_backends):
+    with pytest.raises(PlanError, match="hosted cannot be combined"):
+        make_plan(drafting(), "cuda", {"attention_backend": "torch_native", "prefill_attention_backend": "hosted"})
+
+
+@pytest.mark.parametrize(
+    ("served", "device"),
+    [(drafting(asynchronous=False), "cuda"), (config(spec=3), "cuda"), (config(), "cuda"), (drafting(), "cpu")],
+)
+def test_exact_lengths_are_served_where_the_host_knows_them(two_backends, served, device):
+    plan = make_plan(served, device, {"attention_backend": "hosted"})
+    assert {phase.host_lengths for _, _, phase in plan.phase_plans()} == {"exact"}
+    assert lengths_are_exact(served, device)
+
+
+def test_automatic_choice_leaves_them_out_and_says_why(two_backends):
+    assert make_plan(drafting(asynchronous=False), "cuda", {}).groups[0].phases["decode"].backend == "hosted"
+    plan = make_plan(drafting(), "cuda", {})
+    assert {phase.host_lengths for _, _, phase in plan.phase_plans()} == {"bound"}
+    lost = [lost for lost in plan.rejected if lost.backend == "hosted"]
+    assert lost
+    assert all("host_lengths" in [reason.code for reason in item.reasons] for item in lost)
+
+
+def test_a_plan_that_fails_for_another_reason_keeps_that_reason(two_backends):
+    with pytest.raises(PlanError) as error:
+        make_plan(drafting(), "cuda", {"attention_backend": "nobody"})
+    assert "asynchronous" not in str(error.value)
+
+
+def test_what_is_planned_is_what_the_builder_tells_its_batches(two_backends):
+    """Planning and run time ask one function, so that no plan passes whose batches are all refused."""
+    source = Path(__file__).parents[1].joinpath("src/attn_vllm/backend.py").read_text(encoding="utf-8")
+    assert "exact=lengths_are_exact(vllm_config, device.type)" in source
+
+
 def test_draft_models_are_refused():
     with pytest.raises(PlanError, match="draft model"):
         make_plan(config(spec=3, method="eagle"), "cpu", NATIVE)
@@ -119,15 +199,21 @@ def test_cache_dtypes_with_layouts_of_their_own_are_refused():
         make_plan(config(cache_dtype="nvfp4"), "cpu", NATIVE)
 
 
-def test_what_only_a_what_if_plan_may_hold_is_refused():
+def test_what_vllms_cache_cannot_hold_is_refused():
     plan = make_plan(config(), "cpu", NATIVE)
     packed = replace(plan, pools=(replace(plan.pools[0], format="fp4_block16"),))
     with pytest.raises(PlanError, match="fp4_block16"):
         _runnable(packed)
     group = plan.groups[0]
-    padded = {phase: replace(served, pads={"q_heads": 8}) for phase, served in group.phases.items()}
-    with pytest.raises(PlanError, match="padding of q_heads"):
-        _runnable(replace(plan, groups=(replace(group, phases=padded),)))
+
+    def padded(pads):
+        phases = {phase: replace(served, pads=pads) for phase, served in group.phases.items()}
+        return replace(plan, groups=(replace(group, phases=phases),))
+
+    with pytest.raises(PlanError, match="needs wider keys and values"):
+        _runnable(padded({"head_dims": [[32, 32], [64, 64]]}))
+    heads = padded({"q_heads": [4, 16]})
+    assert _runnable(heads) is heads
 
 
 def test_decode_context_parallelism_is_refused():

@@ -96,7 +96,11 @@ class Tree:
 
 @dataclass(slots=True)
 class DraftSteps:
-    """Slots of all draft steps at once: ``slots`` i64[R, topk, steps]; kv_lens of the batch are the prefix."""
+    """Slots of all draft steps at once: ``slots`` i64[R, topk, steps]; the batch has one token a row, its kv_lens are the prefix.
+
+    Step s of branch b of row r writes to ``slots[r, b, s]`` and sees the prefix and the branch's slots before it. A chain (topk
+    1) over a dense table reads the drafts' pages from the table; branches, and rows of a CSR, take them from the slots.
+    """
 
     steps: int
     topk: int

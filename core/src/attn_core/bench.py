@@ -77,18 +77,21 @@ def run(
     shape: Shape, registry: Registry, platform: Platform, device: str, rounds: int = 20, only: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Measure every installed ``mha`` backend on `shape`. The result is JSON-ready; rows are sorted by time."""
+    from attn_core._device import Place
+
     mine = [manifest for manifest in registry.manifests if manifest.kind == "mha"]
     known = sorted(manifest.name for manifest in mine)
     planned = sorted(manifest.name for manifest in mine if manifest.status == "planned")
     for name in only:
         if name not in known:
             raise UsageError(f"no installed mha backend {name!r}", f"known    {', '.join(known)}")
-    ceilings = measure_ceilings(device, shape.dtype)
-    rows = [
-        _measure(name, shape, registry, platform, device, rounds, ceilings)
-        for name in only or known
-        if name not in planned
-    ]
+    with Place(device).use():  # kernels are launched on the current device, so this one is it for the whole comparison
+        ceilings = measure_ceilings(device, shape.dtype)
+        rows = [
+            _measure(name, shape, registry, platform, device, rounds, ceilings)
+            for name in only or known
+            if name not in planned
+        ]
     rows.sort(key=lambda row: (row.microseconds is None, row.microseconds or 0.0, row.backend))
     return {
         "schema_version": 1,
@@ -101,13 +104,13 @@ def run(
     }
 
 
-def measure_ceilings(device: str, dtype: str) -> Ceilings:
+def measure_ceilings(device: torch.device | str, dtype: str) -> Ceilings:
     """Copy bandwidth and matrix rate of this device, on random data larger than its caches."""
     import torch
 
     from attn_core.formats import torch_dtype
 
-    big = device.startswith("cuda")
+    big = torch.device(device).type == "cuda"
     source = torch.randn(256 << 20 if big else 16 << 20, device=device)
     target = torch.empty_like(source)
     copy = median_seconds(lambda: target.copy_(source), device, 10)
@@ -117,22 +120,19 @@ def measure_ceilings(device: str, dtype: str) -> Ceilings:
     return Ceilings(2 * source.numel() * 4 / copy, 2 * size**3 / product)
 
 
-def median_seconds(call: Callable[[], Any], device: str, rounds: int) -> float:
-    """Median time of `call`, after two warm-up calls; the device is waited for around every call."""
-    import torch
+def median_seconds(call: Callable[[], Any], device: torch.device | str, rounds: int) -> float:
+    """Median time of `call` on `device`, after two warm-up calls; the device is waited for around every call."""
+    from attn_core._device import Place
 
-    def wait() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-
-    times = []
-    for number in range(rounds + 2):
-        wait()
-        started = time.perf_counter()
-        call()
-        wait()
-        if number >= 2:
-            times.append(time.perf_counter() - started)
+    place, times = Place(device), []
+    with place.use():
+        for number in range(rounds + 2):
+            place.wait()
+            started = time.perf_counter()
+            call()
+            place.wait()
+            if number >= 2:
+                times.append(time.perf_counter() - started)
     return statistics.median(times)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attn_core.discovery._hookcheck import implementations, spec_arguments
-from attn_core.errors import BatchError, BindError, GraphError
+from attn_core.errors import BindError, GraphError
 from attn_core.hookspecs import BACKEND_HOOKS, PHASE_HOOK, REQUIRED, BackendSpec
 from attn_core.manifest import Manifest, Variant
 from attn_core.predicate import flatten
@@ -57,6 +57,11 @@ class BoundBackend:
     def provides(self, hook: str) -> bool:
         """Whether the backend implements `hook` itself."""
         return hook in self.own
+
+    def with_functions(self, wrap: Callable[[Function], Function]) -> BoundBackend:
+        """The same backend with every function replaced by ``wrap(function)``, which must pass its arguments on by position."""
+        wrapped: dict[str, Any] = {name: wrap(getattr(self, name)) for name in (*BACKEND_HOOKS, "attend_ragged")}
+        return replace(self, **wrapped)
 
 
 def bind_backend(backend: object, manifest: Manifest, variant: str, phases: Iterable[str]) -> BoundBackend:
@@ -190,38 +195,32 @@ def _as_extend(ragged: Function) -> Function:
 
 
 def _draft_metadata(metadata: Function) -> Function:
-    """The default of ``attn_draft_metadata``: one ``attn_metadata`` a step, for a chain of drafts, outside graphs."""
+    """The default of ``attn_draft_metadata``: one ``attn_metadata`` a step, on the batches of :mod:`attn_core.paging`.
+
+    ``state`` is None in an eager step. Under a graph it is a :class:`attn_core.paging.DraftStates`, with a GraphState a step.
+    """
 
     def attn_draft_metadata(batch: AttentionBatch, group: Any, draft: DraftSteps, state: Any) -> tuple[Any, ...]:
-        if state is not None:
-            # attn_metadata returns the same object for the same key: N steps would share the last one's contents
-            raise GraphError("draft steps under a graph need a backend that implements attn_draft_metadata")
-        if draft.topk != 1:
-            raise BindError(f"draft steps with topk {draft.topk} need a backend that implements attn_draft_metadata")
-        steps = (_draft_batch(batch, draft, step) for step in range(draft.steps))
-        return tuple(metadata(step, group, "draft", None, False) for step in steps)
+        return tuple(made for _, made in draft_steps(metadata, batch, group, draft, state))
 
     return attn_draft_metadata
 
 
-def _draft_batch(batch: AttentionBatch, draft: DraftSteps, step: int) -> AttentionBatch:
-    """The batch as draft step `step` sees it: the prefix, the drafts before it, and its own token."""
-    from attn_core.batch import KvAddress
+def draft_steps(
+    metadata: Function, batch: AttentionBatch, group: Any, draft: DraftSteps, state: Any
+) -> list[tuple[AttentionBatch, Any]]:
+    """Every draft step's batch with its metadata from ``attn_metadata``. Raises :class:`GraphError` for a plain GraphState."""
+    from attn_core.paging import DraftStates, step_batches
 
-    more = step + 1
-    addresses = []
-    for address in batch.addresses:
-        if isinstance(address, KvAddress):
-            if address.table is None:
-                raise BatchError("draft steps over CSR addresses need a backend that implements attn_draft_metadata")
-            lens_cpu = None if address.kv_lens_cpu is None else address.kv_lens_cpu + more
-            address = replace(
-                address,
-                kv_lens=address.kv_lens + more,
-                kv_lens_cpu=lens_cpu,
-                max_kv_len=address.max_kv_len + more,
-                new_slots=draft.slots[:, 0, step],
-            )
-        addresses.append(address)
-    positions = None if batch.positions is None else batch.positions + step
-    return replace(batch, addresses=tuple(addresses), positions=positions, _views={})
+    if state is None:
+        return [(step, metadata(step, group, "draft", None, False)) for step in step_batches(batch, draft)]
+    if not isinstance(state, DraftStates):
+        # attn_metadata returns the same object for the same key: N steps would share the last one's contents
+        raise GraphError(
+            "draft steps under a graph need a state each, or a backend that implements attn_draft_metadata",
+            fix="GraphLimits(..., draft=(steps, topk)) in Router.graph_state",
+        )
+    steps, capture = state.load(batch, draft)
+    # fewer steps than the limits allow leave the last states alone
+    pairs = zip(steps, state.states, strict=False)
+    return [(step, metadata(step, group, "draft", one, capture)) for step, one in pairs]

@@ -11,7 +11,7 @@ allocated for metadata and nothing is captured again when lengths change; the ke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attn_core.batch import AttentionBatch, KvAddress, Segment, Tree
@@ -44,26 +44,40 @@ class Recorder(Protocol):
 
 @dataclass
 class CudaRecorder:
-    """CUDA and HIP graphs; all graphs of one recorder share one memory pool, so capture the largest first."""
+    """CUDA and HIP graphs; all graphs of one recorder share one memory pool, so capture the largest first.
+
+    ``device`` None is the device that is current at the first record. One side stream serves every warm-up and capture: blocks
+    of a pool are re-used on the stream they were made on only, and torch's default capture stream belongs to whatever device
+    the process captured on first.
+    """
 
     warmups: int = 2
     pool: Any = None
+    device: torch.device | str | None = None
+    _side: Any = field(default=None, repr=False)
 
     def record(self, function: Callable[[], torch.Tensor]) -> Recorded:
-        """Warm up on a side stream, then capture into the shared pool."""
+        """Warm up on a side stream, then capture into the shared pool; both on the recorder's device."""
         import torch
 
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(self.warmups):
-                function()
-        torch.cuda.current_stream().wait_stream(side)
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            out = function()
+        from attn_core._device import Place
+
+        place = Place(self.device or "cuda")
+        self.device = place.device
+        with place.use():
+            if self._side is None:
+                self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            outer = torch.cuda.current_stream(self.device)
+            self._side.wait_stream(outer)
+            with torch.cuda.stream(self._side):
+                for _ in range(self.warmups):
+                    function()
+            outer.wait_stream(self._side)
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self._side):
+                out = function()
         return _CudaGraph(graph, out)
 
 
@@ -102,7 +116,10 @@ class _Captured:
 
 
 class GraphRunner:
-    """Graphs of one router on one lane. Not thread-safe: a lane runs one step at a time."""
+    """Graphs of one router on one lane. Not thread-safe: a lane runs one step at a time.
+
+    Capture, replay and the model's `forward` run with the router's device as the current one, whatever the caller's is.
+    """
 
     def __init__(
         self,
@@ -119,7 +136,7 @@ class GraphRunner:
         self.router, self.forward, self.limits = router, forward, limits
         self.lane, self.model = lane, model
         self.example = dict(example)
-        self.recorder = recorder or (CudaRecorder() if router.device.type == "cuda" else None)
+        self.recorder = recorder or (CudaRecorder(device=router.device) if router.device.type == "cuda" else None)
         if self.recorder is None:
             raise GraphError(
                 f"there are no graphs on {router.device.type}", fix="run eagerly, or give a RerunRecorder in tests"
@@ -135,10 +152,11 @@ class GraphRunner:
         Raises :class:`GraphError` where the plan's level or the limits do not allow it.
         """
         done = []
-        for rows in sorted(self.limits.rows, reverse=True):
-            if rows * query_len <= self.limits.max_tokens:
-                self._capture(phase, rows, query_len)
-                done.append(rows)
+        with self.router.place.use():
+            for rows in sorted(self.limits.rows, reverse=True):
+                if rows * query_len <= self.limits.max_tokens:
+                    self._capture(phase, rows, query_len)
+                    done.append(rows)
         if not done:
             raise GraphError(
                 f"no bucket of {self.limits.rows} rows with {query_len} tokens each fits into {self.limits.max_tokens} tokens"
@@ -161,6 +179,12 @@ class GraphRunner:
 
     def run(self, batch: AttentionBatch, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Output [num_tokens, ...] of a step: by the smallest graph that fits, else eagerly (logged once per cause)."""
+        if self.router.place.is_current:
+            return self._run(batch, inputs)
+        with self.router.place.use():
+            return self._run(batch, inputs)
+
+    def _run(self, batch: AttentionBatch, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         found = self._find(batch)
         if isinstance(found, str):
             self._tell(found)

@@ -72,7 +72,7 @@ class BackendSpec:
     def attn_draft_metadata(
         self, batch: AttentionBatch, group: LayerGroup, draft: DraftSteps, state: GraphState | None
     ) -> tuple[Metadata, ...]:
-        """Metadata of all draft steps at once."""
+        """Metadata of all draft steps at once, a row for each branch. Default: one attn_metadata a step, under graphs too."""
         raise NotImplementedError  # pragma: no cover
 
     @hookspec(firstresult=True)

@@ -16,6 +16,9 @@ from attn_core.errors import BatchError
 
 State = tuple[torch.Tensor, torch.Tensor]
 
+#: Most elements of all parts together that are merged at once (fp32: 128 MiB).
+BLOCK_ELEMENTS = 1 << 25
+
 
 def merge_states(
     out_a: torch.Tensor,
@@ -33,31 +36,50 @@ def merge_states(
 
 
 def merge_many(parts: Sequence[State], out: torch.Tensor | None = None) -> State:
-    """Any number of partial results as one, in a single pass: nothing is rounded between parts.
+    """Any number of partial results as one: nothing is rounded between parts, and nothing waits for the device.
 
-    `parts` are (out[T, H, Dv], lse f32[T, H]); the result has the dtype of `out`, or of the first part.
-    Raises :class:`BatchError` if there is no part or shapes differ.
+    `parts` are (out[T, H, Dv], lse f32[T, H], any strides); the result has the dtype of `out`, or of the first part. `out`
+    [T, H, Dv] may be one of the inputs and receives no gradient. Two parts take 8 operations (9 without `out`, if they are
+    narrower than fp32) and each further one 2 more, because small steps cost what they launch. Large ones go in blocks of
+    tokens, so that what is held in between stays small; equal calls give equal bits, another number of tokens may round otherwise. Raises :class:`BatchError` if there is no part or shapes differ.
     """
-    _check(parts)
-    first = parts[0][0]
-    highest = parts[0][1].to(torch.float32)
-    for _, lse in parts[1:]:
-        highest = torch.maximum(highest, lse)
-    base = torch.where(highest == -math.inf, 0.0, highest)
-    total = torch.zeros_like(base)
-    # -0.0 is the neutral element of addition: one non-empty part passes through with its bits
-    merged = torch.full(first.shape, -0.0, dtype=torch.float32, device=first.device)
-    for value, lse in parts:
-        weight = torch.exp(lse - base)
-        total += weight
-        weight = weight[..., None]
-        merged = torch.where(weight != 0, merged + weight * value, merged)
-    merged = torch.where(total[..., None] == 0, 0.0, merged / total[..., None])
-    lse = base + torch.log(total)
+    _check(parts, out)
+    shape = parts[0][0].shape
+    block = max(1, BLOCK_ELEMENTS // max(1, len(parts) * shape[1:].numel()))
+    if shape[0] <= block:
+        return _merge_block(parts, out)
+    blocks = [
+        _merge_block(
+            [(value[start : start + block], lse[start : start + block]) for value, lse in parts],
+            None if out is None else out[start : start + block],
+        )
+        for start in range(0, shape[0], block)
+    ]
+    lse = torch.cat([lse for _, lse in blocks])
+    return (torch.cat([value for value, _ in blocks]) if out is None else out), lse
+
+
+def _merge_block(parts: Sequence[State], out: torch.Tensor | None) -> State:
+    """:func:`merge_many` in one go."""
+    stacked = torch.stack([lse for _, lse in parts]).to(torch.float32)
+    empty = (stacked == -math.inf)[..., None]
+    first, *others = stacked.unbind()
+    # an LSE of thousands has no digits left for weights: those come from the softmax, which subtracts the largest first
+    weights = torch.softmax(stacked, 0)[..., None]
+    # where a part is empty, or all are, the product is junk. -0.0 is the neutral element of addition: one part that is not
+    # empty passes through with its bits
+    values = torch.mul(torch.stack([value for value, _ in parts]), weights).masked_fill_(empty, -0.0)
+    for other in others:
+        first = torch.logaddexp(first, other)
+    total, *addends = values.unbind()
+    for addend in addends[:-1]:
+        total = total + addend
+    last = addends[-1] if addends else -0.0
     if out is None:
-        return merged.to(first.dtype), lse
-    out.copy_(merged)
-    return out, lse
+        return torch.add(total, last).to(parts[0][0].dtype), first
+    with torch.no_grad():  # sums in fp32 and rounds as it stores; `out` is written after everything was read
+        torch.add(total, last, out=out)
+    return out, first
 
 
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, in_place: bool = False) -> State:
@@ -66,7 +88,7 @@ def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, in_pl
     out[T, H, Dv], lse f32[T, H], sinks f32[H] (natural-log logits). The sink takes its share of the softmax and adds no
     value. A row without keys stays as it is: out 0, lse -inf. Raises :class:`BatchError` if shapes differ.
     """
-    _check(((out, lse),))
+    _check(((out, lse),), None)
     if sinks.shape != lse.shape[-1:]:
         raise BatchError(f"sinks need one logit a query head: have {list(sinks.shape)}, lse is {list(lse.shape)}")
     sinks = sinks.to(torch.float32)
@@ -103,10 +125,14 @@ def token_major(lse: torch.Tensor) -> torch.Tensor:
     return lse.t().to(torch.float32).contiguous()
 
 
-def _check(parts: Sequence[State]) -> None:
+def _check(parts: Sequence[State], out: torch.Tensor | None) -> None:
     if not parts:
         raise BatchError("nothing to merge: at least one (out, lse) is needed")
     shape = parts[0][0].shape
+    if out is not None and out.shape != shape:
+        raise BatchError(
+            "the result does not fit into out", f"have     out {list(out.shape)}", f"needed   out {list(shape)}"
+        )
     for index, (value, lse) in enumerate(parts):
         if value.shape != shape or lse.shape != shape[:-1]:
             raise BatchError(

@@ -75,6 +75,9 @@ class Options:
     dynamic_chunking: bool = _option(False, "dynamic chunking of prefill", form="flag")
     async_schedule: bool = _option(False, "overlap scheduling", form="flag")
     lanes: int = _option(1, "batches in flight at once", form="number")
+    host_lengths: str = _option(
+        "exact", "what the server knows of lengths on the host when a step begins", choices=("exact", "bound")
+    )
     # speculation
     speculative_algorithm: str | None = _option(None, "EAGLE, EAGLE3, NEXTN, NGRAM, STANDALONE, …")
     speculative_eagle_topk: int = _option(1, "draft tokens sampled per step; above 1 is a tree", form="number")

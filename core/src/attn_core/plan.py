@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 from attn_core._lazy import callable_module
 from attn_core._plan_json import build_plan, contract_of, dump_group, plain
 from attn_core.errors import UsageError
-from attn_core.geometry import LayerGroup
+from attn_core.geometry import LayerGroup, MhaGeometry
 from attn_core.reasons import Reason
 
 SCHEMA_VERSION = 1
@@ -113,6 +113,20 @@ class GroupPlan:
     group: LayerGroup
     phases: Mapping[str, PhasePlan]
     shard: ContextShard | None = None
+
+    @property
+    def stored(self) -> LayerGroup:
+        """The group as its cache holds it: K and V as wide as the widest padding of its phases."""
+        geometry = self.group.geometry
+        if not isinstance(geometry, MhaGeometry):
+            return self.group
+        qk, v = geometry.qk_dim, geometry.v_dim
+        for phase in self.phases.values():
+            wide_qk, wide_v = phase.pads["head_dims"][1] if "head_dims" in phase.pads else (qk, v)
+            qk, v = max(qk, wide_qk), max(v, wide_v, phase.pads["v_dim"][1] if "v_dim" in phase.pads else v)
+        if (qk, v) == (geometry.qk_dim, geometry.v_dim):
+            return self.group
+        return replace(self.group, geometry=replace(geometry, qk_dim=qk, v_dim=v))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +245,7 @@ class Plan:
             }
         for group_plan in self.groups:
             group = group_plan.group
-            contract["groups"][f"{group.model}/{group.name}"] = contract_of(group.geometry)
+            contract["groups"][f"{group.model}/{group.name}"] = contract_of(group_plan.stored.geometry)
         return contract
 
     @cached_property

@@ -140,6 +140,67 @@ class FirstLayerCache(ReferenceBackend):
         return super().attend(inputs, layer, self.first, metadata, out)
 
 
+@fault("keys of the step's first layer kept in its metadata", "two_layers", phase="prefill")
+class KeysInMetadata(ReferenceBackend):
+    """The metadata's owner gathers keys and values once a step, as if the group had one layer."""
+
+    kept: Any = None
+
+    def attend(self, inputs: Any, layer: Any, cache: Any, metadata: Any, out: Any) -> Any:
+        if self.kept is None or self.kept[0] is not metadata:
+            self.kept = metadata, cache
+        return super().attend(inputs, layer, self.kept[1], metadata, out)
+
+
+@fault("sinks of the first layer kept for all layers", "two_layers", turn=1)
+class FirstLayerSinks(ReferenceBackend):
+    first: Any = None
+
+    def attend(self, inputs: Any, layer: Any, cache: Any, metadata: Any, out: Any) -> Any:
+        self.first = self.first or layer
+        return super().attend(inputs, replace(layer, sinks=self.first.sinks), cache, metadata, out)
+
+
+@fault("metadata used up by the first layer", "two_layers")
+class UsedUp(ReferenceBackend):
+    def attend(self, inputs: Any, layer: Any, cache: Any, metadata: Any, out: Any) -> Any:
+        result = super().attend(inputs, layer, cache, metadata, out)
+        metadata.kv_lens = (metadata.kv_lens - 1).clamp(min=0)
+        return result
+
+
+@fault("a shortcut for groups of more than one layer is wrong", "two_layers")
+class SharedPlanWrong(ReferenceBackend):
+    """What pays for itself from two layers on is not even reached by a group of one."""
+
+    def new_metadata(self, batch: Any, phase: str, state: Any) -> Any:
+        metadata = super().new_metadata(batch, phase, state)
+        if len(self.context.group.layers) > 1:
+            metadata.kv_lens = (metadata.kv_lens - 1).clamp(min=1)
+        return metadata
+
+
+@fault("a plan for all layers of a graph is not made again at replay", "graph_two_layers")
+class SharedPlanStale(ReferenceBackend):
+    plan: Any = None
+
+    def new_metadata(self, batch: Any, phase: str, state: Any) -> Any:
+        metadata = super().new_metadata(batch, phase, state)
+        if state is not None and len(self.context.group.layers) > 1:
+            self.plan = metadata.kv_lens.clone() if self.plan is None else self.plan
+            metadata.kv_lens.copy_(self.plan)
+        return metadata
+
+
+@fault("the router's second layer reads the first one's cache", "through_the_router")
+class FirstCacheOfGroup(ReferenceBackend):
+    first: Any = None
+
+    def attend(self, inputs: Any, layer: Any, cache: Any, metadata: Any, out: Any) -> Any:
+        self.first = self.first or cache
+        return super().attend(inputs, layer, self.first, metadata, out)
+
+
 @fault("sums in an order that depends on the batch, declared batch-invariant", "batch_invariance")
 class BatchDependent(ReferenceBackend):
     def logits(self, q: T, k: T, visible: T, geometry: Any) -> T:
@@ -154,9 +215,9 @@ class BatchDependent(ReferenceBackend):
 @fault("every draft step sees the first step's keys only", "draft_steps", "draft")
 class DraftStepsEqual(ReferenceBackend):
     def attn_draft_metadata(self, batch: Any, group: Any, draft: Any, state: Any) -> Any:
-        from attn_core.binding import _draft_batch
+        from attn_core.paging import step_batches
 
-        one = _draft_batch(batch, draft, 0)
+        one = step_batches(batch, draft)[0]
         return tuple(self.attn_metadata(one, group, "draft", state, False) for _ in range(draft.steps))
 
     attn_draft_metadata.attn_impl = _hook("attn_metadata")  # type: ignore[attr-defined]

@@ -52,6 +52,40 @@ def test_rows_of_a_window_begin_at_the_page_of_the_first_key_that_is_seen():
     assert found.page_offsets.tolist() == [0, 1, 3, 5]
 
 
+def decode_lengths(kv_lens, page_size=4, last=None, query_lens=None):
+    case = make_case(geometry(), "decode" if query_lens is None else "prefill", kv_lens=kv_lens, page_size=page_size, dtype="bf16", **({"query_lens": query_lens} if query_lens else {}))  # fmt: skip
+    return lengths_of(case.batch, case.batch.kv(1), 0, padded=False, last=last)
+
+
+@pytest.mark.parametrize("kv_lens", [(5, 9, 4), (8, 12, 1), (6, 11, 3)])
+def test_lengths_follow_from_earlier_ones_while_no_row_changes_pages(kv_lens):
+    last = decode_lengths((5, 9, 2))
+    found, fresh = decode_lengths(kv_lens, last=last), decode_lengths(kv_lens)
+    assert found.page_offsets is last.page_offsets
+    for name in ("query_offsets", "page_offsets", "last_page", "keys"):
+        assert getattr(found, name).tolist() == getattr(fresh, name).tolist(), name
+        assert getattr(found, name).dtype == getattr(fresh, name).dtype, name
+    assert (found.rows, found.tokens, found.most_pages, found.rows_without_keys()) == (3, 3, fresh.most_pages, [])
+    assert decode_lengths((6, 10, 3), last=found).page_offsets is last.page_offsets, "and so on"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "queries"),
+    [
+        ((5, 9, 4), (5, 9, 5), None),  # a page more
+        ((5, 9, 5), (5, 9, 4), None),  # a page less: a row that was replaced
+        ((5, 9, 4), (5, 9, 4), (1, 2, 1)),  # other queries
+        ((0, 9, 4), (0, 9, 4), (0, 1, 1)),  # a row without keys has no last page
+    ],
+)
+def test_lengths_are_made_anew_where_pages_or_queries_change(before, after, queries):
+    last = decode_lengths(before, query_lens=queries if 0 in before else None)
+    found, fresh = decode_lengths(after, last=last, query_lens=queries), decode_lengths(after, query_lens=queries)
+    assert found.page_offsets is not last.page_offsets
+    for name in ("query_offsets", "page_offsets", "last_page", "keys"):
+        assert getattr(found, name).tolist() == getattr(fresh, name).tolist(), name
+
+
 def test_a_trimmed_pool_without_a_window_is_refused():
     case = make_case(geometry(), "decode", kv_lens=(9,), page_size=4, dtype="bf16")
     address = replace(case.batch.kv(1), origin=torch.zeros(1, dtype=torch.int32))
@@ -93,6 +127,23 @@ def test_an_eager_plan_is_kept_while_no_row_gains_a_page(backend, fake):
         want = attend(case.batch, case.layer, case.expected, case.inputs, pool=case.pool_index)
         torch.testing.assert_close(result.out.double(), want.out, rtol=2e-2, atol=2e-2)
     assert len(calls(fake, "decode.plan")) == 1
+
+
+def test_last_pages_are_those_of_the_step_where_a_plan_is_kept(backend, fake):
+    spec = make_case(geometry(), "decode", kv_lens=(3, 10), page_size=8, dtype="bf16").spec
+    session = backend.open(spec, "fa2")
+    found = []
+    for more in range(3):
+        case = build(spec.but(kv_lens=(3 + more, 10 + more)))
+        found.append(session.metadata(case.batch, "decode").slot.buffers.last_page.tolist())
+    assert found == [[3, 2], [4, 3], [5, 4]]
+
+
+def test_lengths_of_many_batch_sizes_are_not_kept_forever(backend):
+    session = backend.open(make_case(geometry(), "decode", kv_lens=(3,), dtype="bf16"), "fa2")
+    for rows in range(1, 80):
+        session.metadata(make_case(geometry(), "decode", kv_lens=(3,) * rows, dtype="bf16").batch, "decode")
+    assert len(session.bound.backend.steps.recent) <= 64
 
 
 def test_a_server_may_rewrite_its_host_lengths_in_place(backend):

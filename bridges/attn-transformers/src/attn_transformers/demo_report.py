@@ -7,6 +7,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from attn_transformers.ties import Distance, Mismatch, firsts, told
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -27,8 +29,64 @@ class PromptResult:
 
 
 @dataclass(frozen=True)
+class Peer:
+    """The same prompts through another backend. ``mismatches``: where it would have chosen another token behind our tokens.
+
+    ``tie`` is None where keys and values are quantised, so that nothing is judged. ``same_texts``: whether its own answers,
+    freely generated, are ours token for token.
+    """
+
+    backend: str
+    plan: Plan
+    calls: Mapping[str, Mapping[str, int]]
+    texts: tuple[str, ...]
+    same_texts: tuple[bool, ...]
+    tokens: int
+    mismatches: tuple[Mismatch, ...]
+    tie: float | None
+    apart: Distance
+
+    @property
+    def identical(self) -> int:
+        """Tokens that the other backend chooses, too."""
+        return self.tokens - len(self.mismatches)
+
+    @property
+    def ties(self) -> int:
+        """Mismatches within the tolerance."""
+        return sum(self.tie is not None and one.tie(self.tie) for one in self.mismatches)
+
+    @property
+    def ok(self) -> bool:
+        """No mismatch but ties, or nothing to judge."""
+        return self.tie is None or self.ties == len(self.mismatches)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        served = {
+            f"{group.group.name} {phase}": f"{who.backend}:{who.variant}"
+            for group, phase, who in self.plan.phase_plans()
+        }
+        return {
+            "backend": self.backend,
+            "ok": self.ok,
+            "plan": {"fingerprint": self.plan.fingerprint, "page_size": self.plan.page_size, "phases": served},
+            "calls": self.calls,
+            "texts": list(self.texts),
+            "same_texts": list(self.same_texts),
+            "tokens": self.tokens,
+            "identical": self.identical,
+            "ties": self.ties,
+            "tie_tolerance": self.tie,
+            "first_differences": [one and vars(one) for one in firsts(self.mismatches, len(self.texts))],
+            "mismatches": [vars(one) for one in self.mismatches],
+            "logits_apart": self.apart.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
 class DemoReport:
-    """What a run found. ``ok`` is False only where full precision was asked for and a token differs."""
+    """What a run found. ``ok`` is False where full precision was asked for and a token differs, or the peer's verdict is."""
 
     prompts: tuple[PromptResult, ...]
     seconds: float
@@ -36,6 +94,7 @@ class DemoReport:
     calls: Mapping[str, Mapping[str, int]]
     plan: Plan
     must_agree: bool
+    peer: Peer | None = None
 
     @property
     def tokens(self) -> int:
@@ -48,9 +107,14 @@ class DemoReport:
         return sum(result.identical for result in self.prompts)
 
     @property
+    def plans(self) -> list[Plan]:
+        """The plan that was run, and the peer's."""
+        return [self.plan, *([] if self.peer is None else [self.peer.plan])]
+
+    @property
     def ok(self) -> bool:
         """Whether the run is what it should be."""
-        return not self.must_agree or self.identical == self.tokens
+        return (not self.must_agree or self.identical == self.tokens) and (self.peer is None or self.peer.ok)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
@@ -64,6 +128,7 @@ class DemoReport:
             "reference_seconds": round(self.reference_seconds, 3),
             "tokens_per_second": round(self.tokens / self.seconds, 1),
             "calls": self.calls,
+            "compared": self.peer and self.peer.to_dict(),
             "plan": self.plan.to_dict(),
         }
 
@@ -161,6 +226,21 @@ class Screen:
                 gap = "the answers end apart" if result.gap is None else f"logit gap {result.gap:.2e}"
                 self.out.print(f"prompt {number}: first difference at token {result.mismatch} ({gap})")
         self.out.print(f"[bold]identical tokens: {report.identical}/{report.tokens}[/bold]")
+        if report.peer is not None:
+            self.peer(report.peer)
+
+    def peer(self, peer: Peer) -> None:
+        """What another backend says about our tokens."""
+        self.out.print(
+            f"\n{peer.backend}: {sum(peer.same_texts)} of {len(peer.texts)} answers the same, token for token; logits "
+            f"{peer.apart.median:.1e} apart (median of the tokens' largest), {peer.apart.largest:.1e} at most"
+        )
+        for one in peer.mismatches:
+            self.out.print(told(one, peer.tie))
+        ties = f", {peer.ties} ties" if peer.mismatches and peer.tie is not None else ""
+        self.out.print(
+            f"[bold]{peer.backend} chooses {peer.identical}/{peer.tokens}[/bold] of our tokens, each behind our own{ties}"
+        )
 
 
 def _plain(text: str) -> str:

@@ -162,14 +162,16 @@ class PoolBridge:
 
     def _begin(self, kwargs: dict[str, Any]) -> None:
         """The first attention call of a forward: build the batch that all layers share."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        assert self._router is not None
+        with self._router.place.use():
+            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if capturing:
             raise BatchError(
                 "a CUDA graph is being captured, which this bridge does not support",
                 fix="ContinuousBatchingConfig(use_cuda_graph=False)",
             )
         if kwargs.get("block_table") is not None:
             raise BatchError("transformers chose its block-table fast path, which only its own kernels can take")
-        assert self._router is not None
         packed = build_step(kwargs, self._sources)
         self._step, self._seen = (packed, self._router.begin(packed.batch)), kwargs["write_index"]
         self.steps += 1

@@ -34,6 +34,7 @@ VLLM_DECIDES = {
     "speculative_algorithm": "--speculative-config",
     "speculative_num_draft_tokens": "--speculative-config",
     "speculative_num_steps": "--speculative-config",
+    "host_lengths": "--async-scheduling or --no-async-scheduling",
     "cuda_graph": "--enforce-eager or --compilation-config",
 }
 

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from attn_core.errors import BindError
 from attn_vllm.counts import counts
 from attn_vllm.layers import LayerFacts, check_against_any
+from attn_vllm.planning import lengths_are_exact
 from attn_vllm.service import ServedStep, Service
 from attn_vllm.worker import active_plan, graph_limits, graph_support, reasons_against, verify_length
 
@@ -105,13 +106,12 @@ class PlannedBuilder(AttentionMetadataBuilder[ServedStep]):
         plan = active_plan(vllm_config)
         context = vllm_config.compilation_config.static_forward_context
         verify_len = verify_length(vllm_config, plan)
-        asynchronous = device.type != "cpu" and vllm_config.scheduler_config.async_scheduling
         self.service = Service(
             plan,
             {name: context[name] for name in layer_names},
             device,
             verify_len=verify_len,
-            exact=not (asynchronous and vllm_config.speculative_config is not None),
+            exact=lengths_are_exact(vllm_config, device.type),
             limits=graph_limits(vllm_config, plan) if device.type != "cpu" else None,
         )
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=verify_len > 1)

@@ -33,7 +33,8 @@ def make_plan(config: Any, device: str, asked: Mapping[str, Any]) -> Plan:
     """The plan of the target model's attention layers for a ``VllmConfig``. Raises :class:`PlanError` if nothing fits.
 
     Where the planned backends do not declare the verify phase, drafts are verified as short prefills, which is the same
-    computation; that is logged.
+    computation; that is logged. Where vLLM knows lengths on the device only (:func:`lengths_are_exact`), backends that plan from
+    exact lengths on the host are left out; one that was asked for is refused, with what to do.
     """
     from attn_core.discovery import discover
     from attn_core.model import parse_model
@@ -43,11 +44,23 @@ def make_plan(config: Any, device: str, asked: Mapping[str, Any]) -> Plan:
 
     model = served_model(parse_model(config.model_config.hf_config))
     platform, registry = detect_platform(device), discover()
-    options = {**server_options(config), **asked}
+    exact = lengths_are_exact(config, device)
+    options = {**server_options(config), **asked, "host_lengths": "exact" if exact else "bound"}
     speculation = {name for name in options if name.startswith("speculative_")}
 
-    def plan(options: Mapping[str, Any]) -> Plan:
+    def paged(options: Mapping[str, Any]) -> Plan:
         return _runnable(_paged(options, lambda asked: plan_for(model, platform, Options.of(asked), registry)))
+
+    def plan(options: Mapping[str, Any]) -> Plan:
+        try:
+            return paged(options)
+        except PlanError as error:
+            if exact or not any(reason.code == "host_lengths" for lost in error.rejected for reason in lost.reasons):
+                raise
+            needing = _served_with_exact_lengths(paged, options)
+            if not needing:
+                raise
+            raise _needs_exact_lengths(needing, config, error) from error
 
     try:
         return plan(options)
@@ -58,6 +71,39 @@ def make_plan(config: Any, device: str, asked: Mapping[str, Any]) -> Plan:
     made = plan({name: value for name, value in options.items() if name not in speculation})
     log.warning("attn-vllm: drafts are verified as short prefills (%s)", why)
     return made
+
+
+def lengths_are_exact(config: Any, device: str) -> bool:
+    """Whether the host knows the length of every row when a step begins.
+
+    With asynchronous scheduling the step after a verification is prepared while its drafts are still being accepted on the
+    device: vLLM then gives upper bounds. On a CPU the lengths are host tensors themselves.
+    """
+    asynchronous = device != "cpu" and bool(getattr(config.scheduler_config, "async_scheduling", False))
+    speculative = config.speculative_config
+    return not (asynchronous and speculative is not None and speculative.num_speculative_tokens)
+
+
+def _served_with_exact_lengths(plan: Callable[[Mapping[str, Any]], Plan], options: Mapping[str, Any]) -> list[str]:
+    """The backends that would serve if lengths were exact, and need that; none if there is no plan then either."""
+    try:
+        made = plan({**options, "host_lengths": "exact"})
+    except PlanError:
+        return []
+    return sorted({p.backend for _, _, p in made.phase_plans() if p.host_lengths == "exact"})
+
+
+def _needs_exact_lengths(needing: list[str], config: Any, error: PlanError) -> PlanError:
+    names = " and ".join(needing)
+    return PlanError(
+        f"{names} cannot be combined with asynchronous scheduling of drafts",
+        f"needed   {names}: exact lengths on the host, to plan a step's work",
+        f"found    asynchronous scheduling with speculative method {config.speculative_config.method!r}: how many drafts were "
+        "accepted is known on the device only",
+        fix="--no-async-scheduling, or a backend that takes upper bounds (attn explain --host-lengths bound lists them)",
+        rejected=error.rejected,
+        suggestions=["--no-async-scheduling"],
+    )
 
 
 def _paged(options: Mapping[str, Any], plan: Callable[[Mapping[str, Any]], Plan]) -> Plan:
@@ -72,7 +118,7 @@ def _paged(options: Mapping[str, Any], plan: Callable[[Mapping[str, Any]], Plan]
 
 
 def _runnable(plan: Plan) -> Plan:
-    """The plan. Raises :class:`PlanError` for what a what-if plan may hold and vLLM's cache or the router cannot do."""
+    """The plan. Raises :class:`PlanError` for what a plan may hold and vLLM's cache cannot."""
     for pool in plan.pools:
         if pool.format != "plain" or pool.layout not in _LAYOUTS:
             raise PlanError(
@@ -80,10 +126,11 @@ def _runnable(plan: Plan) -> Plan:
                 f"served   plain elements, {' or '.join(_LAYOUTS)}: vLLM's cache has no other",
             )
     for group, phase, served in plan.phase_plans():
-        if served.pads:
+        wider = sorted(set(served.pads) - {"q_heads"})  # heads of queries are nothing to the cache
+        if wider:
             raise PlanError(
-                f"{served.backend} needs padding of {', '.join(served.pads)} for {group.group.name!r} ({phase}), "
-                "which is not built yet",
+                f"{served.backend} needs wider keys and values for {group.group.name!r} ({phase}): {', '.join(wider)}",
+                "served   the widths of the model: vLLM's cache has no other",
                 fix=f'ATTN_OPTIONS=\'{{"exclude_backends": "{served.backend}"}}\'',
             )
     return plan

@@ -81,7 +81,7 @@ class PagedKVCache:
     @classmethod
     def from_plan(cls, plan: Plan, *, num_pages: int | Mapping[str, int], **arguments: Any) -> PagedKVCache:
         """The cache that `plan` asks for: its pools in its order, so that batches fit ``Router.begin``."""
-        return cls(plan.pools, [group.group for group in plan.groups], num_pages=num_pages, **arguments)
+        return cls(plan.pools, [group.stored for group in plan.groups], num_pages=num_pages, **arguments)
 
     @classmethod
     def plain(

@@ -52,7 +52,7 @@ def command(
         )
     if phase == "prefill" and new > kv_len:
         raise UsageError(f"--new {new} tokens are part of the --kv-len {kv_len} keys and cannot be more")
-    platform = detect_platform(device.partition(":")[0] if device else None)
+    platform = detect_platform(device)
     where = device or {"rocm": "cuda"}.get(platform.device, platform.device)
     shape = Shape(
         phase, batch, kv_len, 1 if phase == "decode" else new, int(q_heads), int(kv_heads), head_dim, page_size,

@@ -42,26 +42,31 @@ def command(
 ) -> None:
     """Run the kit; exit status 1 if a declaration is false, 2 if nothing could be run."""
     from attn_core.errors import UsageError
-    from attn_core.testing.report import run_verification
+    from attn_core.platform import detect_platform
 
     kind, slash, name = backend.partition("/")
     if not (slash and kind and name):
         raise UsageError(
             f"{backend!r} is not KIND/NAME, such as mha/torch_native", fix="attn list shows what is installed"
         )
+    detect_platform(device)  # a device that is not here is refused before torch is loaded
+    from attn_core._device import Place
+    from attn_core.testing.report import run_verification
+
     shown = sys.stderr.isatty() and not as_json
     seconds = budget if budget is not None else (50.0 if quick else 300.0)
-    report = run_verification(
-        kind,
-        name,
-        device,
-        quick,
-        report_path,
-        only=only,
-        progress=_progress(backend) if shown else None,
-        budget_s=seconds or None,
-        jobs=jobs,
-    )
+    with Place(device).use():  # kernels, streams and captures of the kit go to the current device
+        report = run_verification(
+            kind,
+            name,
+            device,
+            quick,
+            report_path,
+            only=only,
+            progress=_progress(backend) if shown else None,
+            budget_s=seconds or None,
+            jobs=jobs,
+        )
     if as_json:
         click.echo(json.dumps(report, indent=1))
     else:

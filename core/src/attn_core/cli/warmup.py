@@ -25,7 +25,7 @@ def command(
     from attn_core.router import Router
 
     plan = read_plan(plan_file)
-    platform = detect_platform(device.partition(":")[0] if device else None)
+    platform = detect_platform(device)
     where = device or {"rocm": "cuda"}.get(platform.device, platform.device)
     longest = max_kv_len or int(plan.limits.get("max_context") or 4096)
     page = max(plan.page_size, 1)

@@ -14,11 +14,14 @@ import torch
 from attn_core.batch import Form, KvAddress
 from attn_core.errors import BatchError
 from attn_core.paging._build import PHASE_ORDER, PoolRows, build_batch
+from attn_core.paging._drafts import DraftStates, branch_batch, step_batches
 from attn_core.paging._slice import copy_batch, overwrite, refresh_views, slice_batch
 
 __all__ = [
+    "DraftStates",
     "PHASE_ORDER",
     "PoolRows",
+    "branch_batch",
     "build_batch",
     "convert",
     "copy_batch",
@@ -26,6 +29,7 @@ __all__ = [
     "packed_rows",
     "refresh_views",
     "slice_batch",
+    "step_batches",
 ]
 
 

@@ -22,6 +22,7 @@ from attn_core.planner._build import Solved, build_groups
 from attn_core.planner._choice import Ties
 from attn_core.planner._errors import no_plan, no_shard
 from attn_core.planner._graphs import resolve_graphs
+from attn_core.planner._idle import DECODING, Uses, idle_notes, refuse_idle_backends
 from attn_core.planner._losers import adjustments, rejections
 from attn_core.planner._pools import build_pools, shared_block, workspaces
 from attn_core.planner._request import Situation
@@ -116,16 +117,18 @@ def solve_plan(
     world = _World(ordered, availability or {}, ties, directory["hints"])
     whole = model
     model = _sharded(whole, options, world, platform)
-    check_group_names(options, model.groups)
+    drafts = _draft_model(model, draft, options)
+    check_group_names(options, model.groups, drafts.groups if drafts is not None else ())
     _refuse_unsupported(model)
+    _refuse_branching_states(drafts, options)
+    uses = refuse_idle_backends(model, drafts, draft is not None, options)
     _check_backend_options(options, ordered)
     target = _solve_model(Situation.of(model, platform, options), world, None, whole)
-    drafts = _draft_model(model, draft, options)
     solved = [target]
     if drafts is not None:
         situation = Situation.of(drafts, platform, options, is_draft=True)
         solved.append(_solve_draft(situation, world, target))
-    return _assemble(solved, options, drafts)
+    return _assemble(solved, options, drafts, uses)
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,18 @@ def _refuse_unsupported(model: Model) -> None:
             )
 
 
+def _refuse_branching_states(drafts: Model | None, options: Options) -> None:
+    """A tree of drafts has rows that part; a recurrent state cannot be read by two of them and written by each."""
+    states = [group.name for group in drafts.groups if group.backend_kind == "gdn"] if drafts is not None else []
+    if states and options.topk > 1:
+        raise PlanError(
+            "a tree cannot be drafted by layers with a recurrent state: each branch needs a state of its own",
+            f"asked    --speculative-eagle-topk {options.topk}",
+            f"found    layer group {', '.join(map(repr, states))} of the draft model",
+            suggestions=["--speculative-eagle-topk 1"],
+        )
+
+
 def _check_backend_options(options: Options, manifests: Sequence[Manifest]) -> None:
     for name, values in options.backend_options.items():
         mine = [manifest for manifest in manifests if manifest.name == name]
@@ -228,6 +243,8 @@ def _draft_model(model: Model, draft: Model | None, options: Options) -> Model |
     """The draft that is planned as a model of its own; without a config: one layer of the target's main attention."""
     if not options.speculative_algorithm or options.speculative_algorithm.upper() == "NGRAM":
         return None
+    if not any(group.backend_kind in DECODING for group in model.groups):
+        return None
     if draft is not None:
         sharded = draft.shard(options.tp_size) if draft.tp == 1 else draft
         served = [group for group in sharded.groups if group.backend_kind != "mm"]
@@ -249,7 +266,7 @@ def main_group(groups: Iterable[LayerGroup]) -> LayerGroup:
     return (whole or listed)[0]
 
 
-def _assemble(solved: Sequence[Solved], options: Options, draft: Model | None) -> Plan:
+def _assemble(solved: Sequence[Solved], options: Options, draft: Model | None, uses: Uses) -> Plan:
     target = solved[0]
     situation = target.situation
     groups = [plan for one in solved for plan in build_groups(one)]
@@ -261,6 +278,9 @@ def _assemble(solved: Sequence[Solved], options: Options, draft: Model | None) -
     blocks = [block, *[None for _ in solved[1:]]]
     limits = _limits(situation)
     scratch = workspaces(solved, limits)
+    graphs = resolve_graphs(groups, options, situation.platform.device)
+    serving = frozenset(part.backend for plan in groups for phase in plan.phases.values() for part in phase.parts)
+    notes = idle_notes([plan.group for plan in groups], uses, serving, graphs, options)
     return Plan(
         model=situation.model.name,
         platform=str(situation.platform),
@@ -270,13 +290,13 @@ def _assemble(solved: Sequence[Solved], options: Options, draft: Model | None) -
         dtype=situation.dtype,
         groups=tuple(groups),
         pools=tuple(pools),
-        cuda_graph=resolve_graphs(groups, options, situation.platform.device),
+        cuda_graph=graphs,
         options=options.changed(),
         adjustments=tuple(
             item for one, of in zip(solved, blocks, strict=True) for item in adjustments(one, one.situation.options, of)
         ),
         rejected=tuple(item for one in solved for item in rejections(one.slots, one.solution)),
-        warnings=tuple(warnings_of(solved, options, draft)),
+        warnings=tuple(dict.fromkeys((*warnings_of(solved, options, draft), *notes))),
         lanes=options.lanes,
         batch_invariant=options.deterministic,
         async_schedule=options.async_schedule,

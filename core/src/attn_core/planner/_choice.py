@@ -147,7 +147,7 @@ class _Ranked:
         absorbed.sort(key=lambda v: (v.candidate.manifest.id != choice.verdict.candidate.manifest.id, v.rank))
         for verdict in absorbed:
             found = fit(verdict, self._setting, {})
-            if found is not None:
+            if found is not None and not found.live.pads:  # the plan records padding of main parts only
                 return replace(choice, prefix=Choice(verdict, found))
         return None
 

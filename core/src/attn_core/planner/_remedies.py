@@ -28,6 +28,7 @@ _REMEDIES: Sequence[tuple[str, object, str]] = (
     ("forbid_jit", False, "without --forbid-jit"),
     ("dcp_size", 1, "--dcp-size 1"),
     ("hicache", False, "without --hicache"),
+    ("host_lengths", "exact", "--host-lengths exact"),
     ("exclude_backends", (), "without --exclude-backends"),
     ("disable_variants", (), "without --disable-variants"),
     ("allow_planned", True, "--allow-planned (what-if: kernels are not built yet)"),

@@ -104,6 +104,7 @@ def base_axes(situation: Situation) -> dict[str, Any]:
         "pd_role": options.pd_role,
         "lanes": options.lanes,
         "batch": options.max_running_requests,
+        "host_lengths": options.host_lengths,
         "interleave": 1,
         "explicit.prefill": bool(options.prefill_attention_backend),
         "explicit.decode": bool(options.decode_attention_backend),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,7 @@ _ROLES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 #: Kinds whose verify rows are single queries: they belong to decode, whatever the speculative attention mode.
-_VERIFIED_BY: Mapping[str, str] = {"dsa": "decode"}
+VERIFIED_BY: Mapping[str, str] = {"dsa": "decode"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _phase_slots(
             pin = _resolve_pin(pin, group, phase, manifests, verdicts, options)
         follows = None
         if phase == "verify" and part == "main":
-            follows = _VERIFIED_BY.get(group.backend_kind, options.speculative_attention_mode)
+            follows = VERIFIED_BY.get(group.backend_kind, options.speculative_attention_mode)
         slots.append(Slot(group, phase, part, verdicts, pin, follows))
     return slots
 
@@ -161,18 +161,22 @@ def _judge_all(
 
 def pin_of(group: LayerGroup, phase: str, options: Options) -> Pin | None:
     """What the user named for (group, phase): phase flag, else the general flag of the group's kind, else nothing."""
-    for name in _flags_for(group, phase):
-        chosen = _for_group(getattr(options, name), group)
-        if chosen and chosen != "auto":
-            backend, _, variant = chosen.partition(":")
-            if backend == group.backend_kind or backend in FAMILY_ALIASES.get(group.backend_kind, ()):
-                continue  # the family's own name: any member, chosen by the rules of its members
-            return Pin(backend, variant or None, options.flag_of(name))
-    mapped = _mapped(group, phase, options)
-    if mapped is not None:
-        backend, _, variant = mapped[1].partition(":")
-        return Pin(backend, variant or None, options.flag_of(mapped[0]))
+    for name, _, chosen in choices_for(group, phase, options):
+        backend, _, variant = chosen.partition(":")
+        if backend == group.backend_kind or backend in FAMILY_ALIASES.get(group.backend_kind, ()):
+            continue  # the family's own name: any member, chosen by the rules of its members
+        return Pin(backend, variant or None, options.flag_of(name))
     return None
+
+
+def choices_for(group: LayerGroup, phase: str, options: Options) -> Iterator[tuple[str, str, str]]:
+    """Everything that was named for (group, phase), what counts first: (option, key of a GROUP=NAME map or "", name)."""
+    for name in _flags_for(group, phase):
+        yield from ((name, key, chosen) for key, chosen in _for_group(getattr(options, name), group))
+    for name in _mapping_flags(group, phase):
+        choice = getattr(options, name)
+        if isinstance(choice, Mapping):
+            yield from ((name, key, chosen) for key, chosen in _for_group(choice, group))
 
 
 #: Deprecated names of whole families (kinds), accepted with a warning.
@@ -194,30 +198,29 @@ def _flags_for(group: LayerGroup, phase: str) -> tuple[str, ...]:
     return (*own, f"{phase}_attention_backend", "attention_backend")
 
 
-def _for_group(choice: BackendChoice, group: LayerGroup) -> str | None:
+def _for_group(choice: BackendChoice, group: LayerGroup) -> Iterator[tuple[str, str]]:
+    """What a choice says of a group, as (key, name); the group's name counts before its kind, ``auto`` says nothing."""
+    items = [("", choice)]
     if isinstance(choice, Mapping):
-        return choice.get(group.name) or choice.get(group.kind)
-    return choice
+        items = [(key, choice.get(key)) for key in dict.fromkeys((group.name, group.kind))]
+    yield from ((key, name) for key, name in items if isinstance(name, str) and name and name != "auto")
 
 
-def _mapped(group: LayerGroup, phase: str, options: Options) -> tuple[str, str] | None:
-    """What a GROUP=NAME map says of a group whose kind has flags of its own (linear layers, towers)."""
-    if group.backend_kind not in ("gdn", "mm") or group.model == "draft":
-        return None
-    for name in (f"{phase}_attention_backend", "attention_backend"):
-        choice = getattr(options, name, None)
-        chosen = _for_group(choice, group) if isinstance(choice, Mapping) else None
-        if chosen and chosen != "auto" and phase != "verify":
-            return name, chosen
-    return None
+def _mapping_flags(group: LayerGroup, phase: str) -> tuple[str, ...]:
+    """Flags whose GROUP=NAME maps may speak of a group whose kind has flags of its own (linear layers, towers)."""
+    if group.backend_kind not in ("gdn", "mm") or group.model == "draft" or phase not in ("prefill", "decode"):
+        return ()
+    return (f"{phase}_attention_backend", "attention_backend")
 
 
-def check_group_names(options: Options, groups: Iterable[LayerGroup]) -> None:
-    """Every key of a GROUP=NAME map must name a group or a kind of the model. Raises :class:`UsageError`."""
-    known = {name for group in groups for name in (group.name, group.kind)}
-    for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "mm_attention_backend"):
+def check_group_names(options: Options, groups: Iterable[LayerGroup], drafts: Iterable[LayerGroup] = ()) -> None:
+    """Every key of a GROUP=NAME map must name a group or a kind of its model. Raises :class:`UsageError`."""
+    target = {name for group in groups for name in (group.name, group.kind)}
+    draft = {name for group in drafts for name in (group.name, group.kind)}
+    flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "mm_attention_backend")
+    for flag, known in (*((flag, target) for flag in flags), ("draft_attention_backend", draft)):
         choice = getattr(options, flag)
-        for name in choice if isinstance(choice, Mapping) else ():
+        for name in choice if isinstance(choice, Mapping) and known else ():
             if name not in known:
                 raise UsageError(f"{options.flag_of(flag)}: no layer group {name!r}", fix=nearest(name, sorted(known)))
 

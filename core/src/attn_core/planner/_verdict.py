@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from attn_core.axes import find_axis
 from attn_core.dtypes import LONG_NAMES, canonical
 from attn_core.manifest import DEFAULT_RANK, Manifest, Row, Variant
 from attn_core.options import Options
+from attn_core.planner._padding import padded, pads_of
 from attn_core.planner._request import Request
 from attn_core.predicate import Condition
 from attn_core.reasons import Reason
@@ -107,7 +108,7 @@ def judge(candidate: Candidate, request: Request, options: Options) -> Verdict:
     axes = request.axes
     if candidate.available is not None and candidate.available.versions:
         axes = {**axes, **{f"library.{name}": version for name, version in candidate.available.versions.items()}}
-    live, misses = _match_rows(candidate.variant.allow, request, axes)
+    live, misses = _match_rows(candidate.variant, request, axes)
     denied, pending = _match_deny(candidate.variant.deny, axes, request)
     reasons = [*_policy(candidate, options), *_availability(candidate, axes), *denied]
     if not live:
@@ -143,19 +144,21 @@ def _availability(candidate: Candidate, axes: Mapping[str, Any]) -> list[Reason]
 
 
 def _match_rows(
-    rows: Iterable[Row], request: Request, axes: Mapping[str, Any]
+    variant: Variant, request: Request, axes: Mapping[str, Any]
 ) -> tuple[list[LiveRow], list[list[Reason]]]:
     live: list[LiveRow] = []
     misses: list[list[Reason]] = []
-    for row in rows:
-        lacking = [name for name in request.features if name not in row.features]
+    for row in variant.allow:
+        lacking = [_feature_reason(name, asked) for name, asked in request.features.items() if name not in row.features]
+        lacking += _unknown_lengths(row.host_lengths or variant.host_lengths, request, axes)
         nearest: list[Condition] | None = None
         for q_dtype in request.q_dtypes or ("",):
             failed = _failed(row.settled, axes, _triple(request, axes, q_dtype))
             if not failed and not lacking:
                 live.append(LiveRow(row, q_dtype))
                 break
-            found = padded(row, axes, failed) if row.pads and failed and not lacking else None
+            pads = pads_of(row, request) if failed and not lacking else frozenset[str]()
+            found = padded(row, axes, failed, pads) if pads else None
             if found is not None:
                 live.append(LiveRow(row, q_dtype, found))
                 break
@@ -163,8 +166,15 @@ def _match_rows(
         else:
             triple = _triple(request, axes, request.q_dtypes[0] if request.q_dtypes else "")
             miss = [_reason(condition, axes, triple, request) for condition in nearest or ()]
-            misses.append(miss + [_feature_reason(name, request.features[name]) for name in lacking])
+            misses.append(miss + lacking)
     return live, misses
+
+
+def _unknown_lengths(needed: str, request: Request, axes: Mapping[str, Any]) -> list[Reason]:
+    """What is missing where a row needs exact lengths on the host and the server has bounds. Towers are packed on the host."""
+    if needed != "exact" or axes.get("host_lengths") != "bound" or request.group.backend_kind == "mm":
+        return []
+    return [Reason("host_lengths", "exact lengths on the host", "upper bounds only", asked_by="--host-lengths")]
 
 
 def _triple(request: Request, axes: Mapping[str, Any], q_dtype: str) -> tuple[str, str, str] | None:
@@ -184,47 +194,6 @@ def _failed(
         if have is not None and not condition.accepts(have):
             failed.append(condition)
     return failed
-
-
-#: Axes that a padded value changes.
-_TOUCHED: Mapping[str, frozenset[str]] = {
-    "q_heads": frozenset({"q_heads", "gqa_ratio"}),
-    "v_dim": frozenset({"head_dims"}),
-    "head_dims": frozenset({"head_dims"}),
-}
-_WIDEST = 1024
-
-
-def padded(row: Row, axes: Mapping[str, Any], failed: Sequence[Condition]) -> dict[str, tuple[Any, Any]] | None:
-    """The smallest padding that makes the failed conditions of a row hold, or None: zero heads, or zero columns."""
-    changed: dict[str, tuple[Any, Any]] = {}
-    left = {condition.axis for condition in failed}
-    for name in sorted(row.pads):
-        if not left & _TOUCHED[name]:
-            continue
-        touched = [condition for condition in row.settled if condition.axis in _TOUCHED[name]]
-        for before, after, values in _growing(name, axes):
-            if all(condition.accepts(values[condition.axis]) for condition in touched if condition.axis in values):
-                changed[name] = before, after
-                left -= _TOUCHED[name]
-                break
-    return changed if changed and not left else None
-
-
-def _growing(name: str, axes: Mapping[str, Any]) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """Padded values of an axis, smallest first: (before, after, the axes that they change)."""
-    if name == "q_heads":
-        heads, groups = int(axes["q_heads"]), int(axes.get("kv_heads") or 1)
-        for count in range(heads + groups - heads % groups, _WIDEST + 1, groups):
-            yield heads, count, {"q_heads": count, "gqa_ratio": count // groups}
-    elif "head_dims" in axes:
-        qk, v = axes["head_dims"]
-        if name == "v_dim" and v < qk:
-            yield v, qk, {"head_dims": (qk, qk)}
-        elif name == "head_dims":
-            start = max(qk, v)
-            for width in range(start + 8 - start % 8, _WIDEST + 1, 8):
-                yield (qk, v), (width, width), {"head_dims": (width, width)}
 
 
 def _feature_reason(name: str, asked: str) -> Reason:

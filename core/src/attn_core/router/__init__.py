@@ -11,31 +11,30 @@ fraction of a microsecond more than the backend itself and does not depend on ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attn_core.context import GraphKey, GraphLimits, GraphState, Metadata, log
+from attn_core.context import GraphLimits, GraphState, Metadata, log
 from attn_core.errors import BatchError, BindError, GraphError, UsageError
 from attn_core.plan import PhasePlan, Plan
-from attn_core.router._checks import (
-    check_batch,
-    check_layers,
-    drop_scales,
-    graph_allows,
-    refuse_what_routers_cannot,
-)
-from attn_core.router._groups import Group, GroupMaker, Route, uses
-from attn_core.router._run import Run
+from attn_core.router._checks import check_batch, check_layers, drop_scales, graph_allows
+from attn_core.router._drafts import draft_runs, draft_states
+from attn_core.router._graph import RouterGraphState, graph_key
+from attn_core.router._groups import Group, GroupMaker, Route, route_of, uses
+from attn_core.router._latent import ragged_attend, settled, strictest_lengths, with_key_offsets
+from attn_core.router._pads import clear_padding
+from attn_core.router._run import Attend, Run
 from attn_core.router._step import BoundLayer, Step
 
 if TYPE_CHECKING:
     import torch
 
-    from attn_core.batch import AttentionBatch, DraftSteps, KvAddress
+    from attn_core.batch import AttentionBatch, DraftSteps
     from attn_core.binding import BoundBackend
     from attn_core.discovery import Registry
     from attn_core.layers import Cache, Layer
+    from attn_core.paging import DraftStates
 
 __all__ = ["Router", "RouterGraphState", "Run", "Step"]
 
@@ -45,28 +44,12 @@ _MIXED = frozenset({"prefill", "decode"})
 _TORCH_DEVICE = {"rocm": "cuda"}
 
 
-@dataclass
-class RouterGraphState:
-    """Static state of one lane: one GraphState per (group, route), the limits, and the metadata of each key."""
-
-    limits: GraphLimits
-    lane: int
-    states: dict[tuple[int, Route], GraphState]
-    metadata: dict[tuple[int, Route, GraphKey], Metadata | tuple[Metadata, ...]] = field(default_factory=dict)
-
-    @property
-    def pad_kv_len(self) -> int:
-        """The kv_len that padded rows must have: the largest that any backend asks for."""
-        return max((state.pad_kv_len for state in self.states.values()), default=1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all static buffers."""
-        return sum(state.nbytes for state in self.states.values())
-
-
 class Router:
-    """Runs a plan. ``bind`` and ``begin`` are for one thread at a time; steps of different lanes may run concurrently."""
+    """Runs a plan. ``bind`` and ``begin`` are for one thread at a time; steps of different lanes may run concurrently.
+
+    Backends run on the router's own device, also where another one is current; a step's layers are called by the thread that
+    began it, or by one with the same current device.
+    """
 
     def __init__(
         self,
@@ -80,24 +63,22 @@ class Router:
         """Create and bind every planned backend. ``device`` None is the device of the plan's platform.
 
         Raises :class:`WorkerMismatch` if this process lacks a planned plugin or has another version, :class:`PluginError`
-        and :class:`BindError` for one that fails or breaks the contract.
+        and :class:`BindError` for one that fails or breaks the contract, :class:`PlatformError` for a device that is not here.
         """
-        import torch
-
+        from attn_core._device import Place
         from attn_core.discovery import discover, verify_plan
         from attn_core.formats import torch_dtype
 
         self.plan = plan
         self.registry = registry or discover()
         planned = plan.platform.partition(" ")[0].partition(":")[0]
-        self.device = torch.device(device or _TORCH_DEVICE.get(planned, planned))
+        self.place = Place(device or _TORCH_DEVICE.get(planned, planned))
+        self.device = self.place.device
         if self.device.type != _TORCH_DEVICE.get(planned, planned):
             log.info("the plan was made for %s; this router runs on %s", plan.platform, self.device)
         self.dtype = dtype or torch_dtype(plan.dtype)
         verify_plan(plan, self.registry)
-        for group in plan.groups:
-            refuse_what_routers_cannot(group)
-        maker = GroupMaker(plan, self.registry, self.device, self.dtype, limits)
+        maker = GroupMaker(plan, self.registry, self.place, self.dtype, limits)
         self._groups = [maker.make(number, group) for number, group in enumerate(plan.groups)]
         self._contexts = maker.contexts
         self._names = {(g.plan.group.model, g.plan.group.name): g.number for g in self._groups}
@@ -121,6 +102,8 @@ class Router:
         for slot, (layer, number, cache) in enumerate(found):
             layer.slot = slot
             drop_scales(layer, cache)
+            if self._groups[number].plan.stored != layer.group:
+                clear_padding(cache, layer.group)
             if cache is not None:
                 self._groups[number].caches.append(cache)
         self._bound = [BoundLayer(*item) for item in found]
@@ -173,7 +156,7 @@ class Router:
     ) -> tuple[Run, ...]:
         phases = list(dict.fromkeys(segment.phase for segment in batch.segments))
         together = len(phases) == 1
-        if set(phases) == _MIXED and group.phase("prefill").mixed:
+        if set(phases) == _MIXED and _takes_mixed(group, batch):
             together, phases = True, ["prefill"]  # any prefill token: the prefill backend
         if together:
             whole = slice(0, batch.padded_rows), slice(0, batch.padded_tokens)
@@ -194,27 +177,48 @@ class Router:
         capture: bool,
         lse: bool,
     ) -> Run:
-        plan = group.phase(phase)
-        if plan.host_lengths == "exact" and not batch.cpu_exact:
+        plan = settled(group.phase(phase), batch, group.pool)
+        bound = self._backend(group, route_of(plan))
+        if not batch.cpu_exact and self._needs_exact(group.phase(phase), plan, bound):
             raise BatchError(
                 f"{plan.backend}:{plan.variant} needs exact lengths on the host; the batch has bounds only"
             )
         if (plan.needs_lse or lse) and not batch.needs_lse:
             batch = replace(batch, needs_lse=True)  # the server's batch stays as it is; views are shared
-        bound = group.backends[plan.route]
-        metadata = self._metadata(group, plan.route, bound, phase, batch, graph, capture, plan)
-        attend, store = group.attend(bound, phase), group.store(bound, plan)
-        run = Run(phase, plan, bound, attend, store, metadata, batch, self._address(group, batch), rows, tokens)
+        own, attend = batch, group.attend(bound, phase)
+        if plan.form == "ragged" and plan.parts[0].role == "ragged":
+            own, attend = with_key_offsets(batch), self._expanded(group, bound, batch, graph)
+        metadata = self._metadata(group, route_of(plan), bound, phase, own, graph, capture, plan)
+        store = group.store(bound, plan)
+        run = Run(phase, plan, bound, attend, store, metadata, batch, group.address(batch), rows, tokens)
         route = group.index_route(plan)
         if route is not None:
-            indexer = group.backends[route]
+            indexer = self._backend(group, route)
             run.index = indexer, self._metadata(group, route, indexer, phase, batch, graph, capture, plan)
         return run
 
-    def _address(self, group: Group, batch: AttentionBatch) -> KvAddress | None:
-        if group.pool is None or self.plan.pools[group.pool].kind == "state":
-            return None
-        return batch.kv(group.pool)
+    def _needs_exact(self, planned: PhasePlan, plan: PhasePlan, bound: BoundBackend) -> bool:
+        """Whether a run needs exact lengths on the host. Of a part for prefixes the plan records no row: the strictest counts,
+        unless planning has left out all that need them."""
+        if plan.form in (planned.form, "ragged"):
+            return plan.host_lengths == "exact"
+        bounds = self.plan.options.get("host_lengths") == "bound"
+        return not bounds and strictest_lengths(bound.manifest, plan.variant) == "exact"
+
+    def _backend(self, group: Group, route: Route) -> BoundBackend:
+        """The bound functions of a route; where another device is current they make the router's own current at each call."""
+        return group.backends[route] if self.place.is_current else group.held(route, self.place)
+
+    def _expanded(
+        self, group: Group, bound: BoundBackend, batch: AttentionBatch, graph: RouterGraphState | None
+    ) -> Attend:
+        address = group.address(batch)
+        if graph is not None or address is None:
+            raise GraphError(
+                f"group {group.name!r}: the expanded form of latent attention is not captured",
+                fix="prefill runs eagerly beside the graphs",
+            )
+        return ragged_attend(bound, batch, address)
 
     def _metadata(
         self,
@@ -233,11 +237,7 @@ class Router:
         graph_allows(batch, plan, phase, graph.limits)
         state = graph.states[group.number, route]
         metadata: Metadata = bound.attn_metadata(batch, group.plan.group, phase, state, capture)
-        key = graph_key(batch, phase, plan)
-        known = graph.metadata.setdefault((group.number, route, key), metadata)
-        if known is not metadata:
-            raise _moved(route, key)
-        return metadata
+        return graph.keep(group.number, route, graph_key(batch, phase, plan), metadata)
 
     # --- what a step asks for later -------------------------------------------------------------------------------------
 
@@ -273,41 +273,26 @@ class Router:
     def begin_draft(
         self, batch: AttentionBatch, draft: DraftSteps, graph: RouterGraphState | None = None, *, model: str = "draft"
     ) -> tuple[Step, ...]:
-        """All draft steps at once: N steps whose metadata came from one call per group."""
+        """All draft steps at once, with the prefixes as `batch`: N steps of one token for each row and branch (``topk``).
+
+        A step's inputs and outputs are in the order of ``draft.slots``: row by row, the branches of a row side by side. Under a
+        graph whose backend leaves the metadata of drafts to core, ``graph`` was made with ``GraphLimits.draft``; every replay
+        loads ``batch`` and ``draft`` into static batches of its own. Raises what :meth:`begin` raises.
+        """
         self._check_model(model)
         check_batch(batch, self.plan, model)
         per_step: list[list[tuple[Run, ...]]] = [[()] * len(self._groups) for _ in range(draft.steps)]
+        rows = [batch] * draft.steps
         for group in self._groups if not batch.idle else ():
             if group.plan.group.model == model and group.backends:
-                for number, run in enumerate(self._draft_runs(group, batch, draft, graph)):
-                    per_step[number][group.number] = (run,)
-        steps = tuple(Step(batch, self._bound, runs, self, graph) for runs in per_step)
+                bound = self._backend(group, route_of(group.phase("draft")))
+                for number, run in enumerate(draft_runs(group, bound, batch, draft, graph)):
+                    per_step[number][group.number], rows[number] = (run,), run.batch
+        steps = tuple(Step(one, self._bound, runs, self, graph) for one, runs in zip(rows, per_step, strict=True))
         self._remember("draft", batch.lane, steps)
         for step in steps if graph is None else ():
             self.in_graph(step)
         return steps
-
-    def _draft_runs(
-        self, group: Group, batch: AttentionBatch, draft: DraftSteps, graph: RouterGraphState | None
-    ) -> Iterator[Run]:
-        plan = group.phase("draft")
-        bound = group.backends[plan.route]
-        state = None
-        if graph is not None:
-            graph_allows(batch, plan, "draft", graph.limits)
-            state = graph.states[group.number, plan.route]
-        metadata = tuple(bound.attn_draft_metadata(batch, group.plan.group, draft, state))
-        if len(metadata) != draft.steps:
-            raise BindError(
-                f"{plan.backend} made metadata for {len(metadata)} draft steps; {draft.steps} were asked for"
-            )
-        if graph is not None:
-            _same_drafts(graph, group.number, plan, graph_key(batch, "draft", plan), metadata)
-        address = self._address(group, batch)
-        whole = slice(0, batch.padded_rows), slice(0, batch.padded_tokens)
-        attend, store = group.attend(bound, "draft"), group.store(bound, plan)
-        for number, one in enumerate(metadata):
-            yield Run("draft", plan, bound, attend, store, one, batch, _draft_address(address, draft, number), *whole)
 
     def commit(self, step: Step, accepted: torch.Tensor) -> None:
         """After verification: states move to the accepted token, once a step for all layers. `accepted` i32[R], device.
@@ -321,20 +306,25 @@ class Router:
                     run.bound.attn_commit(run.batch, group.plan.group, tuple(group.caches), run.metadata, rows)
 
     def graph_state(self, limits: GraphLimits, lane: int = 0) -> RouterGraphState:
-        """Static buffers of one lane, allocated once at the maximum."""
+        """Static buffers of one lane, allocated once at the maximum; with ``limits.draft`` those of every draft step, too."""
         states: dict[tuple[int, Route], GraphState] = {}
+        drafts: dict[tuple[int, Route], DraftStates] = {}
         for group in self._groups:
-            for route, bound in group.backends.items():
+            for route in group.backends:
                 phases = [
                     n for n, plan in group.plan.phases.items() if plan.graph.level != "none" and uses(plan, route)
                 ]
                 if phases:
+                    bound = self._backend(group, route)
                     states[group.number, route] = bound.attn_graph_state(group.plan.group, phases, limits, lane)
+                    drafted = draft_states(group, route, bound, limits, lane)
+                    if drafted is not None:
+                        drafts[group.number, route] = drafted
         if not states:
             raise GraphError(
                 "no planned backend declares a graph level: run eagerly", f"plan     {self.plan.cuda_graph}"
             )
-        return RouterGraphState(limits, lane, states)
+        return RouterGraphState(limits, lane, states, drafts=drafts)
 
     def freeze(self) -> None:
         """After the first capture no workspace grows any more that a graph may have recorded the address of.
@@ -347,9 +337,9 @@ class Router:
     def warmup(self, limits: GraphLimits) -> None:
         """Compile and tune every planned backend before serving or capture."""
         for group in self._groups:
-            for route, bound in group.backends.items():
+            for route in group.backends:
                 phases = [name for name, plan in group.plan.phases.items() if uses(plan, route)]
-                bound.attn_warmup(group.plan.group, phases, limits)
+                self._backend(group, route).attn_warmup(group.plan.group, phases, limits)
 
     # --- statistics -----------------------------------------------------------------------------------------------------
 
@@ -379,31 +369,8 @@ def _in_graph(run: Run) -> None:
         run.index[0].attn_metadata_in_graph(run.index[1])
 
 
-def _moved(route: Route, key: GraphKey) -> GraphError:
-    return GraphError(
-        f"{route[0]}:{route[1]} made a new Metadata object for a key that was captured",
-        f"key      {key}",
-        fix="metadata hooks must return the same objects per key and rewrite their contents",
-    )
-
-
-def _same_drafts(
-    graph: RouterGraphState, group: int, plan: PhasePlan, key: GraphKey, metadata: tuple[Metadata, ...]
-) -> None:
-    known = graph.metadata.setdefault((group, plan.route, key), metadata)
-    if not isinstance(known, tuple) or any(a is not b for a, b in zip(known, metadata, strict=True)):
-        raise _moved(plan.route, key)
-
-
-def _draft_address(address: KvAddress | None, draft: DraftSteps, number: int) -> KvAddress | None:
-    """The address of draft step `number`: its new slots are the step's column of ``DraftSteps.slots``."""
-    return None if address is None else replace(address, new_slots=draft.slots[:, :, number].reshape(-1))
-
-
-def graph_key(batch: AttentionBatch, phase: str, plan: PhasePlan) -> GraphKey:
-    """The key of a step's graph: phase, padded sizes, query length, KV bucket and form."""
-    lengths = {segment.query_len for segment in batch.segments}
-    query_len = lengths.pop() if len(lengths) == 1 else None
-    longest = max((a.max_kv_len for a in batch.addresses if hasattr(a, "max_kv_len")), default=0)
-    bucket = next((limit for limit in plan.graph.kv_thresholds if longest <= limit), None)
-    return GraphKey(phase, batch.padded_rows, batch.padded_tokens, query_len, bucket, plan.form)
+def _takes_mixed(group: Group, batch: AttentionBatch) -> bool:
+    """Whether whoever serves prefill takes decode rows in the same call; with a form by length, who serves this batch."""
+    plan = group.phase("prefill")
+    chosen = settled(plan, batch, group.pool)
+    return plan.mixed if chosen is plan else "mixed" in chosen.parts[0].features

@@ -82,7 +82,8 @@ def check_layer(layer: Layer, cache: Cache | None, plan: GroupPlan, pool: Pool |
     if pool is not None and cache is None:
         raise BindError(f"{where}: no cache was given for pool {pool.name!r}")
     if isinstance(cache, MhaCache) and isinstance(layer, MhaLayer) and pool is not None:
-        _check_mha_cache(layer.geometry, cache, pool, where)
+        stored = plan.stored.geometry
+        _check_mha_cache(stored, cache, pool, where)  # type: ignore[arg-type]
 
 
 def _check_mha_layer(layer: MhaLayer, where: str) -> None:
@@ -130,19 +131,6 @@ def _check_mha_cache(geometry: MhaGeometry, cache: MhaCache, pool: Pool, where: 
         raise BindError(f"{where}: cache k has {cache.k.shape[0]} pages and v has {cache.v.shape[0]}")
     if cache.format == "fp4_block16" and (cache.k_blocks is None or cache.v_blocks is None):
         raise BindError(f"{where}: an fp4 cache needs k_blocks and v_blocks")
-
-
-def refuse_what_routers_cannot(plan: GroupPlan) -> None:
-    """Adapters that are planned for and not built yet: padding of heads or widths, and a form chosen by length.
-
-    Raises :class:`BindError`; a what-if plan may hold them, a process that runs may not ignore them.
-    """
-    for phase, phase_plan in plan.phases.items():
-        where = f"group {plan.group.name!r} ({phase}): {phase_plan.backend}"
-        if phase_plan.pads:
-            raise BindError(f"{where} needs padding of {', '.join(phase_plan.pads)}, which the router does not do yet")
-        if phase_plan.form is not None and phase_plan.form.startswith("by_length"):
-            raise BindError(f"{where} switches between absorbed and ragged by length, which the router does not do yet")
 
 
 # --- begin --------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def build(spec: CaseSpec) -> Case:
 
 
 def group_of(spec: CaseSpec) -> LayerGroup:
-    """A layer group of one layer with the spec's geometry."""
+    """A layer group of the spec's geometry and number of layers."""
     geometry = spec.geometry
     kind = "full"
     if geometry.chunk:
@@ -68,11 +68,11 @@ def group_of(spec: CaseSpec) -> LayerGroup:
     elif not geometry.causal and spec.spans == () and spec.kv_lens != spec.query_lens:
         kind = "cross"
     features = frozenset() if spec.give_kv else frozenset({"shared_kv"})
-    return LayerGroup("target", kind, kind, (0,), geometry, {"attend": "main"}, features=features)
+    return LayerGroup("target", kind, kind, tuple(range(spec.layers)), geometry, {"attend": "main"}, features=features)
 
 
 def pool_of(spec: CaseSpec, group: LayerGroup) -> Pool:
-    """The pool that the spec's layer reads."""
+    """The pool that the spec's layers read."""
     geometry = spec.geometry
     width = geometry.kv_heads * (geometry.qk_dim + geometry.v_dim)
     nbytes = width * spec.page_size * torch_dtype(spec.kv).itemsize
@@ -101,7 +101,7 @@ def _layer(spec: CaseSpec, group: LayerGroup, device: torch.device) -> MhaLayer:
 
     sinks = None if spec.sinks is None else torch.tensor(spec.sinks, dtype=torch.float32, device=device)
     return MhaLayer(
-        index=0,
+        index=spec.layer,
         group=group,
         sinks=sinks,
         k_scale=scale(spec.k_scale),
@@ -112,7 +112,7 @@ def _layer(spec: CaseSpec, group: LayerGroup, device: torch.device) -> MhaLayer:
 
 def _cache(spec: CaseSpec, world: PageWorld, device: torch.device) -> MhaCache:
     """Random values in every slot that a row owns, poison in all others."""
-    generator = torch.Generator().manual_seed(spec.seed)
+    generator = torch.Generator().manual_seed(spec.content_seed)
     geometry = spec.geometry
     k, k_blocks = _plane(spec, world, geometry.qk_dim, generator)
     v, v_blocks = _plane(spec, world, geometry.v_dim, generator)
@@ -232,7 +232,7 @@ def _inputs(spec: CaseSpec, expected: MhaCache, layer: MhaLayer, world: PageWorl
 
 def _query(spec: CaseSpec, shape: tuple[int, ...], layer: MhaLayer, model_dtype: str) -> torch.Tensor:
     """Random queries; values of an fp8 query are exact in the model's type once multiplied with q_scale."""
-    q = random_values(shape, spec.dtype, torch.Generator().manual_seed(spec.seed + 3))
+    q = random_values(shape, spec.dtype, torch.Generator().manual_seed(spec.content_seed + 3))
     if spec.dtype.startswith("fp8") and spec.q_given == "model":
         q = scaled(dequantise(q), layer.q_scale).to(torch_dtype(model_dtype))
     return q

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from attn_core._device import Place
 from attn_core.availability import Availability
 from attn_core.manifest import Manifest, Row, Variant
 from attn_core.platform import Platform, detect_platform
@@ -183,7 +184,8 @@ def run_cell(backend: BackendUnderTest, cell: Cell, device: str = "cpu", *, mini
     bench = Bench(backend, cell.variant, cell.row, cell.ask, device, cell.turn)
     start = time.perf_counter()
     try:
-        checks[cell.check].function(bench)
+        with Place(device).use():
+            checks[cell.check].function(bench)
         result = CellResult(cell, PASSED)
     except NotHere as why:
         result = CellResult(cell, SKIPPED, str(why))

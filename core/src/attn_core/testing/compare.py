@@ -3,15 +3,15 @@
 The error of one (token, head) is the largest absolute difference over the largest magnitude of the oracle's row, so that a
 small row is judged as strictly as a large one. The log-sum-exp is judged absolutely. Tolerances, with what they allow for:
 
-================================  =======  =======  =============================================================
+================================  =======  =======  ================================================================
 query, keys                       out      lse      allows for
-================================  =======  =======  =============================================================
+================================  =======  =======  ================================================================
 fp32, any                         2e-5     2e-5     sums in another order
 fp16, fp16                        2e-3     2e-3     rounding of the result and of the weights to fp16 (2^-11)
 bf16, bf16                        1.6e-2   2e-3     the same in bf16 (2^-8); logits are products of exact inputs
 16 bit, fp8 or fp4                3e-2     5e-3     kernels that keep the weights in e4m3 (2^-4, averaged over keys)
-fp8, fp8                          6e-2     2e-2     weights in e4m3, result in 16 bit
-================================  =======  =======  =============================================================
+fp8, fp8                          9.4e-2   2e-2     weights in e4m3 (2^-4), half as much more where few keys cancel
+================================  =======  =======  ================================================================
 
 A result in a narrower type than the query's counts with the tolerance of that type. A row without keys must be exactly 0,
 with an LSE of exactly -inf.
@@ -26,7 +26,7 @@ import torch
 
 from attn_core.testing.oracle_mha import Answer
 
-_OUT = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 1.6e-2, "fp8": 6e-2}
+_OUT = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 1.6e-2, "fp8": 9.4e-2}
 _LSE = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 2e-3, "fp8": 2e-2}
 _NARROW_KV = (3e-2, 5e-3)
 

@@ -112,7 +112,11 @@ def roomy(cache: MhaCache, pages: int) -> MhaCache:
 
 @dataclass
 class Replayer:
-    """One captured key: runs the capture, then replays with the metadata acted out (or a real CUDA graph)."""
+    """One captured key: runs the capture, then replays with the metadata acted out (or a real CUDA graph).
+
+    ``others`` are further layers of the group: static cases with the batch of ``static``. Their results, in the same order, are in
+    ``other_results`` after each launch.
+    """
 
     session: Session
     static: Case
@@ -123,6 +127,9 @@ class Replayer:
     graph: Any = None
     result: Result | None = None
     problems: list[str] = field(default_factory=list)
+    others: list[Case] = field(default_factory=list)
+    other_results: list[Result] = field(default_factory=list)
+    _other_made: list[Result] = field(default_factory=list)
 
     def capture(self) -> None:
         """Metadata with ``capture``, a warm-up run, then the capture of in-graph work, store and attention."""
@@ -142,14 +149,15 @@ class Replayer:
         with torch.cuda.graph(self.graph):
             self.result = self._device_work()
 
-    def replay(self, case: Case) -> Result:
-        """Load a step and replay; the result is a copy."""
-        self.prepare(case)
+    def replay(self, case: Case, *others: Case) -> Result:
+        """Load a step (its further layers in `others`) and replay; the result is a copy."""
+        self.prepare(case, *others)
         return self.launch()
 
-    def prepare(self, case: Case) -> None:
+    def prepare(self, case: Case, *others: Case) -> None:
         """The part before the graph: load the step and rewrite the metadata."""
-        load(case, self.static)
+        for layer, static in zip((case, *others), (self.static, *self.others), strict=True):
+            load(layer, static)
         again = self._metadata(False)
         if again is not self.metadata:
             self.problems.append("attn_metadata made a new object for a key that was captured")
@@ -163,8 +171,8 @@ class Replayer:
         else:
             put_back(self.metadata, self.frozen)
             self.result = self._device_work()
-        lse = None if self.result.lse is None else self.result.lse.clone()
-        return Result(self.result.out.clone(), lse)
+        self.other_results = [_copy(result) for result in self._other_made]
+        return _copy(self.result)
 
     def _metadata(self, capture: bool) -> Metadata:
         batch: AttentionBatch = self.static.batch
@@ -173,8 +181,16 @@ class Replayer:
     def _device_work(self) -> Result:
         assert self.metadata is not None
         self.session.in_graph(self.metadata)
-        self.session.store(self.static)
-        return self.session.attend(self.static, self.metadata, self.static.out)
+        made = []
+        for static in (self.static, *self.others):
+            self.session.store(static)
+            made.append(self.session.attend(static, self.metadata, static.out))
+        first, *self._other_made = made
+        return first
+
+
+def _copy(result: Result) -> Result:
+    return Result(result.out.clone(), None if result.lse is None else result.lse.clone())
 
 
 def fields_of(record: Any) -> dict[str, Any]:

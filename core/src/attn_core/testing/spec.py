@@ -29,7 +29,8 @@ class CaseSpec:
     of a mixed batch. ``q_given``: an fp8 query arrives in the model's type (the backend quantises with q_scale, exactly)
     or as fp8. ``host``: what the host knows about lengths: exact, bound (too large by a few) or none. ``origins``: where the
     columns of each row of a trimmed pool start; only with a window, and never after the first key that a query sees.
-    ``kernel_page``: pages that the kernel reads, where they are parts of the pool's pages.
+    ``kernel_page``: pages that the kernel reads, where they are parts of the pool's pages. ``layers``: how many layers the group
+    has; ``layer``: which of them this is. Layers share the batch and its pages; their queries, keys and values differ.
     """
 
     geometry: MhaGeometry
@@ -68,6 +69,8 @@ class CaseSpec:
     spare_pages: int = 3
     origins: tuple[int, ...] = ()
     kernel_page: int = 0
+    layers: int = 1
+    layer: int = 0
 
     @property
     def kv(self) -> str:
@@ -78,6 +81,11 @@ class CaseSpec:
     def out(self) -> str:
         """Element type of the result (default: the query's, bf16 for an fp8 query)."""
         return self.out_dtype or ("bf16" if self.dtype.startswith("fp8") else self.dtype)
+
+    @property
+    def content_seed(self) -> int:
+        """What the layer's numbers are drawn from; pages and tables are drawn from ``seed``."""
+        return self.seed + 7919 * self.layer
 
     def latest_origin(self, row: int) -> int:
         """The last page boundary of `row` before which no query sees a key; 0 without a window."""

@@ -16,7 +16,7 @@ from attn_core.layers import MhaCache, MhaInputs, MhaLayer
 from attn_flashinfer.calls import attend_packed, attend_pages, finish, merge_prefix
 from attn_flashinfer.captured import graph_metadata, make_state
 from attn_flashinfer.eager import Steps
-from attn_flashinfer.lengths import Lengths, lengths_of
+from attn_flashinfer.lengths import Lengths
 from attn_flashinfer.library import load
 from attn_flashinfer.masks import build_mask
 from attn_flashinfer.metadata import FlashInferMetadata, FlashInferState
@@ -64,7 +64,7 @@ class FlashInferBackend:
         )
         if not batch.num_tokens:
             return metadata
-        lengths = lengths_of(batch, address, self.rules.window, padded=False)
+        lengths = self.steps.lengths(batch, address, phase)
         metadata.tokens = lengths.tokens
         metadata.without_keys = lengths.rows_without_keys()
         metadata.tree = batch.tree if phase == "verify" else None

@@ -35,8 +35,9 @@ def graph_metadata(
     """The metadata of a captured key, its contents rewritten. Planned again only if a row has gained a page."""
     tree = batch.tree if phase == "verify" else None
     key = (GraphKey(phase, batch.padded_rows, batch.padded_tokens), tree is not None)
-    lengths = lengths_of(batch, address, steps.rules.window, padded=True)
     metadata = state.metadata.get(key)
+    last = None if metadata is None or metadata.slot is None else metadata.slot.planned
+    lengths = lengths_of(batch, address, steps.rules.window, padded=True, last=last)
     if metadata is None:
         metadata = FlashInferMetadata(phase, batch.num_tokens, tokens=batch.padded_tokens, tree=tree)
         metadata.page_size = address.page_size

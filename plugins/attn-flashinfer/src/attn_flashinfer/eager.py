@@ -11,7 +11,7 @@ from attn_core.context import Context
 from attn_flashinfer.lengths import Array, Lengths, host_offsets, lengths_of, on_host
 from attn_flashinfer.metadata import FlashInferMetadata
 from attn_flashinfer.pages import pack_pages
-from attn_flashinfer.wrappers import Lease, Planner
+from attn_flashinfer.wrappers import MOST_IDLE, Lease, Planner
 
 #: Phases with one query a row.
 SINGLE = ("decode", "draft")
@@ -22,6 +22,7 @@ class Steps:
 
     def __init__(self, planner: Planner, context: Context) -> None:
         self.planner, self.context, self.rules = planner, context, planner.rules
+        self.recent: dict[tuple[int, int], Lengths] = {}  # of decode steps, by lane and rows
         self.read = str(context.options.get("prefill_read", "auto"))
         shared = context.group.kv_from or "shared_kv" in context.group.features
         plain = self.rules.causal and self.rules.kv_dtype == self.rules.q_dtype and self.rules.variant != "sink"
@@ -40,6 +41,19 @@ class Steps:
     def causal(self, phase: str) -> bool:
         """One query a row sees all its keys; a tree's mask replaces the causal one."""
         return self.rules.causal and phase not in SINGLE
+
+    def lengths(self, batch: AttentionBatch, address: KvAddress, phase: str) -> Lengths:
+        """The lengths of an eager step. Those of a decode step mostly follow from the ones before it."""
+        if phase not in SINGLE:
+            return lengths_of(batch, address, self.rules.window, padded=False)
+        key = (batch.lane, batch.num_rows)
+        last = self.recent.get(key)
+        found = lengths_of(batch, address, self.rules.window, padded=False, last=last)
+        if last is None or found.page_offsets is not last.page_offsets:
+            if last is None and len(self.recent) >= MOST_IDLE:
+                self.recent.clear()
+            self.recent[key] = found
+        return found
 
     def plan_pages(self, batch: AttentionBatch, address: KvAddress, lengths: Lengths, phase: str, tree: bool) -> Lease:
         """An eager step over pages. Of fixed shape, whose plans may be kept, is what has as many queries in every row."""
@@ -102,7 +116,7 @@ class Steps:
         if not batch.num_tokens:
             return metadata
         assert batch.key_offsets is not None
-        queries = host_offsets(batch, batch.num_rows)
+        queries = host_offsets(batch, batch.num_rows).copy()
         keys = batch.key_offsets[: batch.num_rows + 1].cpu().numpy()
         lengths = keys[1:] - keys[:-1]
         metadata.without_keys = [

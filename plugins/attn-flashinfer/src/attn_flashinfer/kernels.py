@@ -7,15 +7,19 @@ import triton.language as tl
 
 
 @triton.jit
-def gather_pages(out, offsets, first, entries, starts, origin, stride, page, parts,
-                 DENSE: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, ORIGIN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """out[offsets[r] + c] = page in column c (from the row's first page on) of row r."""
+def gather_pages(out, offsets, first, entries, starts, origin, stride, page, parts, lens, last_page,
+                 DENSE: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, ORIGIN: tl.constexpr, LAST: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """out[offsets[r] + c] = page in column c (from the row's first page on) of row r; last_page[r] = keys in its last page."""
     row = tl.program_id(0)
     begin = tl.load(offsets + row)
     count = tl.load(offsets + row + 1) - begin
     column = 0
     if FIRST:
         column = tl.load(first + row)
+    if LAST:
+        keys = tl.load(lens + row) - (column + tl.maximum(count - 1, 0)) * page
+        tl.store(last_page + row, keys, mask=tl.program_id(1) == 0)
     if ORIGIN:
         column -= tl.load(origin + row) // page
     if DENSE:

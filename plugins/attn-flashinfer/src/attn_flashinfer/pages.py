@@ -9,20 +9,37 @@ from attn_core.paging import lookup_slots
 from attn_flashinfer.lengths import Lengths, on_host
 
 
-def pack_pages(address: KvAddress, lengths: Lengths, out: torch.Tensor, offsets: torch.Tensor | None = None) -> None:
+def pack_pages(
+    address: KvAddress,
+    lengths: Lengths,
+    out: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    last_page: torch.Tensor | None = None,
+) -> None:
     """Write the pages of all rows to ``out`` i32[>= lengths.pages]. Nothing waits for the device.
 
-    `offsets` i32[n + 1] are ``lengths.page_offsets`` on the device, where they are there already.
+    `offsets` i32[n + 1] are ``lengths.page_offsets`` on the device, where they are there already. The lengths of last pages
+    go to `last_page` i32[n], if it is given: on a GPU from the lengths there, which spares a copy from the host.
     """
-    if not lengths.pages:
-        return
     if out.device.type == "cuda":
-        _launch(address, lengths, out, offsets)
-    else:
+        if lengths.pages:
+            _launch(address, lengths, out, offsets, last_page)
+        elif last_page is not None:
+            last_page.zero_()
+        return
+    if last_page is not None:
+        last_page.copy_(on_host(lengths.last_page))
+    if lengths.pages:
         _gather(address, lengths, out)
 
 
-def _launch(address: KvAddress, lengths: Lengths, out: torch.Tensor, offsets: torch.Tensor | None) -> None:
+def _launch(
+    address: KvAddress,
+    lengths: Lengths,
+    out: torch.Tensor,
+    offsets: torch.Tensor | None,
+    last_page: torch.Tensor | None,
+) -> None:
     from attn_flashinfer.kernels import gather_pages
 
     if offsets is None:
@@ -37,8 +54,9 @@ def _launch(address: KvAddress, lengths: Lengths, out: torch.Tensor, offsets: to
         out, offsets, first if first is not None else offsets, entries, starts if starts is not None else offsets,
         address.origin if address.origin is not None else offsets,
         address.table.stride(0) if dense else 0, address.page_size, parts,  # type: ignore[union-attr]
-        DENSE=dense, ROWS=starts is not None, FIRST=first is not None, ORIGIN=address.origin is not None, BLOCK=512,
-        num_warps=4,
+        address.kv_lens, last_page if last_page is not None else offsets,
+        DENSE=dense, ROWS=starts is not None, FIRST=first is not None, ORIGIN=address.origin is not None,
+        LAST=last_page is not None, BLOCK=512, num_warps=4,
     )  # fmt: skip
 
 

@@ -151,7 +151,7 @@ class Planner:
 
         Not `uniform`: for up to `tokens` query tokens, rounded up, with one tile whatever they are.
         """
-        room = tuple(1 << max(n - 1, 15).bit_length() if n else 0 for n in (pages, mask_bytes))
+        room = _rounded(pages), _rounded(mask_bytes)
         most = tokens if uniform else 1 << max(tokens, 127).bit_length()
         key = (kind, lane, stream_of(self.context.device), rows, most, *room)
         home = self.fixed.get(key)
@@ -221,12 +221,9 @@ class Planner:
         new one would be the same; then only page numbers and the lengths of last pages are written."""
         buffers = slot.buffers
         assert buffers is not None
-        if valid and lengths.same_plan(slot.planned):
-            buffers.last_page.copy_(on_host(lengths.last_page), non_blocking=True)
-            pack_pages(address, lengths, buffers.indices, buffers.page_offsets)
-        else:
-            pack_pages(address, lengths, buffers.indices)
+        if not (valid and lengths.same_plan(slot.planned)):
             self.plan(slot, lengths, buffers.indices, address.page_size, causal, query_len)
+        pack_pages(address, lengths, buffers.indices, buffers.page_offsets, buffers.last_page)
         if buffers.mask_offsets is not None:
             buffers.mask_offsets.copy_(on_host(lengths.mask_offsets()), non_blocking=True)
 
@@ -299,6 +296,11 @@ class Planner:
             self.rules.key, self.library.version, lambda: slot.wrapper.plan(*arguments, **words), self.context.log
         )
         slot.sent(self.context.device)
+
+
+def _rounded(count: int) -> int:
+    """A power of two from 16 on that is at least `count`; 0 for 0."""
+    return 1 << max(count - 1, 15).bit_length() if count else 0
 
 
 def _graph_words(kind: str, buffers: Buffers) -> dict[str, Any]:

@@ -130,10 +130,12 @@ class TritonBackend:
         )
 
     def stored_bits(self) -> int:
-        """Bits of a stored key: 8 also for 4-bit caches."""
+        """Bits of a stored key: 4, 8, 16 or 32."""
         pool = self.context.pools.get("attend") or self.context.pools.get("cross")
         name = pool.dtype if pool is not None else ""
-        if name.startswith("fp8") or name == "fp4":
+        if name == "fp4":
+            return 4
+        if name.startswith("fp8"):
             return 8
         return 32 if self.context.dtype == torch.float32 else 16
 

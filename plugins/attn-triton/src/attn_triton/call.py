@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +16,13 @@ from attn_triton.rules import Rules, power_of_two
 if TYPE_CHECKING:
     from attn_core.layers import MhaCache, MhaLayer, Scale
 
+#: A tensor as another type, without a copy.
+View = Callable[[torch.Tensor], torch.Tensor]
 #: Kinds of stored elements, as in :mod:`attn_triton.kernels.elements`.
 _KINDS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-#: Fewest columns of a tile, by kind. Narrow kinds multiply even and odd elements apart: at least 16 of each for fp8, which is
-#: loaded 16 bits at a time, and 32 for fp4, which is loaded 8 bits at a time. A matrix operand made of 8-bit loads gives each
-#: thread 4 neighbours of K twice; where K has fewer than 32 the compiler hands out some of them again and the sum is wrong.
+#: Fewest columns of a tile, by kind. Narrow kinds are loaded 16 bits at a time and multiplied in 2 (fp8) or 4 parts (fp4) of at
+#: least 16 columns. An operand made of 8-bit loads would need 32: it gives each thread 4 neighbours of K twice, and where K has
+#: fewer than 32 the compiler hands out some of them again and the sum is wrong.
 LEAST_DIM = (16, 32, 32, 64)
 
 
@@ -34,10 +37,23 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_pairs(x: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as int16, two neighbours along the head dim. Raises :class:`BindError` where pairs are not aligned."""
+    """Bytes of an 8- or 4-bit cache as int16, two neighbours along the head dim. Raises :class:`BindError` where they are not aligned."""
     if x.shape[-1] % 2 or x.storage_offset() % 2 or any(stride % 2 for stride in x.stride()[:3]):
-        raise BindError("an 8-bit cache needs an even head dim and even strides", f"strides  {x.stride()}")
+        raise BindError(
+            "a cache of 8 or 4 bits needs an even number of bytes a head, and even strides", f"strides  {x.stride()}"
+        )
     return x.view(torch.int16)
+
+
+def in_words(x: torch.Tensor) -> bool:
+    """Whether the scales of FP4 blocks can be read four at a time: four to a word, and every word aligned."""
+    lengths = (x.shape[-1], x.storage_offset(), x.data_ptr(), *x.stride()[:3])
+    return all(length % 4 == 0 for length in lengths)
+
+
+def as_words(x: torch.Tensor) -> torch.Tensor:
+    """Scales of FP4 blocks as int32, four to a word."""
+    return x.view(torch.int32)
 
 
 def scale_of(scale: Scale | None, kind: int) -> tuple[torch.Tensor | None, int]:
@@ -57,17 +73,20 @@ def check_contiguous(**tensors: torch.Tensor) -> None:
 class Pages:
     """The tensors of one cache as kernel arguments, made once."""
 
-    __slots__ = ("arguments", "cache", "kind", "page_size", "store_arguments")
+    __slots__ = ("arguments", "cache", "kind", "page_size", "store_arguments", "words")
 
     def __init__(self, cache: MhaCache) -> None:
         check_contiguous(**{"cache.k": cache.k, "cache.v": cache.v})
         self.cache, self.kind, self.page_size = cache, kind_of(cache), cache.k.shape[1]
-        self.arguments = self._arguments(*(as_pairs(x) if self.kind in (1, 2) else x for x in (cache.k, cache.v)))
-        self.store_arguments = self._arguments(as_bytes(cache.k), as_bytes(cache.v))
+        self.words = self.kind == 3 and all(in_words(x) for x in (cache.k_blocks, cache.v_blocks) if x is not None)
+        self.arguments = self._arguments(as_pairs if self.kind else as_bytes, as_words if self.words else as_bytes)
+        self.store_arguments = self._arguments(as_bytes, as_bytes)
 
-    def _arguments(self, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-        kb = k if self.cache.k_blocks is None else as_bytes(self.cache.k_blocks)
-        vb = v if self.cache.v_blocks is None else as_bytes(self.cache.v_blocks)
+    def _arguments(self, elements: View, scales: View) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        cache = self.cache
+        k, v = elements(cache.k), elements(cache.v)
+        kb = k if cache.k_blocks is None else scales(cache.k_blocks)
+        vb = v if cache.v_blocks is None else scales(cache.v_blocks)
         return (k, v, kb, vb), (*k.stride()[:3], *kb.stride()[:3], *v.stride()[:3], *vb.stride()[:3])
 
     @classmethod
@@ -75,7 +94,7 @@ class Pages:
         """Keys k[Tk, Hk, D] and values without pages."""
         pages = cls.__new__(cls)
         check_contiguous(k=k, v=v)
-        pages.kind, pages.page_size = 0, 1
+        pages.kind, pages.page_size, pages.words = 0, 1, False
         ks, vs = (0, k.stride(0), k.stride(1)), (0, v.stride(0), v.stride(1))
         pages.arguments = (k, v, k, v), (*ks, *ks, *vs, *vs)
         return pages
@@ -105,7 +124,7 @@ def attend(
     if not metadata.num_items or not out.shape[0]:
         return out, lse
     kind, convert = pages.kind, arch.startswith("sm") and int(arch[2:]) >= 89
-    exponent = 0 if convert or kind in (0, 3) else raw_exponent(kind)
+    exponent = raw_exponent(kind, convert)
     factor, softcap = rules.factors(exponent)
     v_factor = 2.0**exponent
     k_scale, k_scales = scale_of(layer.k_scale, kind)
@@ -123,11 +142,12 @@ def attend(
         buffers.splits, buffers.sizes, buffers.trees, buffers.span_low, buffers.span_high,
         sinks, k_scale, v_scale, metadata.rows, factor, softcap, v_factor,
         q.stride(0), q.stride(1), *strides, out.stride(0), out.stride(1), drafts, words, heads,
+        rules.window, rules.right, rules.chunk, int(lse is not None),
         RATIO=geometry.ratio, GROUP=tile.group, HEAD_BLOCKS=tile.head_blocks, SPLIT=metadata.split,
-        ASM=convert, AHEAD=tile.ahead and metadata.paged, ONE_LOOP=arch.startswith("gfx"), PAGED=metadata.paged, PAGE=pages.page_size, KIND=kind, V_DTYPE=triton_dtype(v.dtype if kind == 0 else torch.float16),
-        WINDOW=rules.window, RIGHT=rules.right, CHUNK=rules.chunk, TREE=metadata.tree is not None, SPANS=metadata.has_spans,
+        ASM=convert, WORDS=pages.words, AHEAD=tile.ahead and metadata.paged, ONE_LOOP=arch.startswith("gfx"), PAGED=metadata.paged, PAGE=pages.page_size, KIND=kind, V_DTYPE=triton_dtype(v.dtype if kind == 0 else torch.float16),
+        WINDOW=rules.window > 0, RIGHT=rules.right >= 0, CHUNK=rules.chunk > 0, TREE=metadata.tree is not None, SPANS=metadata.has_spans,
         ORIGIN=metadata.has_origin, SOFTCAP=softcap != 0, SINKS=sinks is not None, K_SCALES=k_scales, V_SCALES=v_scales,
-        NEEDS_LSE=lse is not None, PRECISION="ieee",
+        PRECISION="ieee",
         D=geometry.qk_dim, DV=geometry.v_dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -148,8 +168,8 @@ def merge(
     merge_kernel[(metadata.rows * metadata.max_query_len, geometry.q_heads)](
         buffers.part_out, buffers.part_lse, out, lse if lse is not None else buffers.part_lse, buffers.splits,
         buffers.query_offsets, sinks, out.stride(0), out.stride(1), heads,
-        RATIO=geometry.ratio, GROUP=tile.group, HEAD_BLOCKS=tile.head_blocks, BLOCK_M=tile.block_m,
-        MAX_TOKENS=metadata.max_query_len, SINKS=sinks is not None, NEEDS_LSE=lse is not None,
+        tile.block_m, metadata.max_query_len, int(lse is not None),
+        RATIO=geometry.ratio, GROUP=tile.group, HEAD_BLOCKS=tile.head_blocks, SINKS=sinks is not None,
         DV=geometry.v_dim, BLOCK_DV=block_dv, BLOCK_S=16, num_warps=4,
     )  # fmt: skip
 

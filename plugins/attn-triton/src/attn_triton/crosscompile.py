@@ -85,26 +85,51 @@ class _Driver:
 @contextmanager
 def targeting(arch: str) -> Iterator[list[Compiled]]:
     """Inside, launches compile for `arch` and run nothing. Gives the list of what was compiled."""
-    import triton
-    from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     compiled: list[Compiled] = []
-    previous, run = driver._active, JITFunction.run
+    run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         compiled.append(_resources(self.fn.__name__, arch, kernel))
         return kernel
 
-    driver.set_active(_Driver(arch))
-    JITFunction.run = compile_only
-    try:
+    with _launching(arch, compile_only):
         yield compiled
+
+
+@contextmanager
+def recording(arch: str) -> Iterator[set[tuple[str, str]]]:
+    """Inside, launches are noted and neither compiled nor run. Gives (kernel, what it would be compiled for) of each."""
+    from triton.runtime.driver import driver
+
+    seen: set[tuple[str, str]] = set()
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        bind = self.device_caches[driver.active.get_current_device()][-1]
+        _, specialization, options = bind(*args, debug=False, **kwargs)
+        names = [parameter.name for parameter in self.params]
+        seen.add((self.fn.__name__, str((list(zip(names, specialization, strict=True)), sorted(options.items())))))
+
+    with _launching(arch, note):
+        yield seen
+
+
+@contextmanager
+def _launching(arch: str, launch: Any) -> Iterator[None]:
+    """Inside, `launch` takes the place of every kernel's launch, and the current device is `arch`."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    previous, run = driver._active, JITFunction.run
+    driver.set_active(_Driver(arch))
+    JITFunction.run = launch
+    try:
+        yield
     finally:
         JITFunction.run = run
         driver._active = previous
-        _ = triton
 
 
 def _resources(name: str, arch: str, kernel: Any) -> Compiled:
@@ -165,7 +190,7 @@ def compile_everything(arch: str) -> list[dict[str, Any]]:
         MhaGeometry(32, 8, 128, 128, 0.1),
         MhaGeometry(16, 8, 256, 256, 0.1, window=40, softcap=5.0, sinks=True),
     )
-    narrow = MhaGeometry(4, 2, 16, 16, 0.1)
+    narrow, odd = MhaGeometry(4, 2, 16, 16, 0.1), MhaGeometry(4, 2, 80, 48, 0.1)  # scales of FP4 are read as bytes
     sinks = tuple(0.1 * n for n in range(16))
     chain = tuple(range(-1, 7))
     cases: dict[str, Any] = {
@@ -178,6 +203,12 @@ def compile_everything(arch: str) -> list[dict[str, Any]]:
             narrow,
             "prefill",
             {"query_lens": (200,), "kv_lens": (300,), "page_size": 1024, "kv_dtype": "fp4"},
+        ),
+        "odd fp4": (odd, "decode", {"kv_lens": (300,), "page_size": 64, "kv_dtype": "fp4"}),
+        "odd fp4 prefill": (
+            odd,
+            "prefill",
+            {"query_lens": (200,), "kv_lens": (300,), "page_size": 64, "kv_dtype": "fp4"},
         ),
         "prefill bf16": (plain, "prefill", {"query_lens": (200,), "kv_lens": (300,), "page_size": 64}),
         "prefill wide": (wide, "prefill", {"query_lens": (200,), "kv_lens": (300,), "page_size": 16, "sinks": sinks}),

@@ -1,7 +1,8 @@
 """Launch data: tile sizes, warps and pipeline stages per architecture. One table, measured where a measurement exists.
 
-A row is looked up by (shared memory of the architecture, kernel, bits of a stored key, head dim). The ``large`` rows for 16
-and 8 bits up to head dim 256 were swept on an H200; all others are derived from them by shared memory and known to compile.
+A row is looked up by (shared memory of the architecture, kernel, bits of a stored key, head dim). The ``large`` rows for 16,
+8 and 4 bits up to head dim 256 were swept on an H200; all others are derived from them by shared memory and
+known to compile.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _SPLIT = {
     # (row, bits of a stored key): {largest head dim: launch}
     ("large", 16): {64: Launch(128, 64, 2, 5, 6), 128: Launch(128, 64, 4, 2, 4), 192: Launch(64, 32, 4, 3, 3, True), 256: Launch(64, 16, 2, 5, 3), 512: Launch(64, 16, 4, 3, 2)},
     ("large", 8): {64: Launch(128, 64, 2, 7, 6), 128: Launch(128, 64, 2, 5, 4), 256: Launch(64, 32, 4, 4, 3), 512: Launch(64, 32, 4, 3, 2)},
+    ("large", 4): {256: Launch(128, 64, 2, 3, 4, True)},
     ("large", 32): {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(32, 16, 4, 2), 512: Launch(16, 16, 4, 2, 2)},
     ("small", 16): {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(32, 16, 4, 2, 2)},
     ("small", 8): {64: Launch(64, 64, 4, 2), 128: Launch(64, 64, 4, 2), 256: Launch(32, 32, 4, 2, 2)},
@@ -58,6 +60,10 @@ def table_row(arch: str) -> str:
 
 
 def find_launch(arch: str, split: bool, bits: int, dim: int) -> Launch:
-    """The launch of one kernel: ``split`` for decode and short queries, else prefill tiles; bits of a stored key: 8, 16, 32."""
-    row = (_SPLIT if split else _TILE)[table_row(arch), bits]
+    """The launch of one kernel: ``split`` for decode and short queries, else prefill tiles; bits of a stored key: 4, 8, 16, 32.
+
+    Keys of 4 bits have rows of their own where they were measured, and else those of 8 bits.
+    """
+    table, where = _SPLIT if split else _TILE, table_row(arch)
+    row = table.get((where, bits)) or table[where, max(bits, 8)]
     return row[min((limit for limit in row if limit >= dim), default=max(row))]

@@ -42,14 +42,20 @@ class Buffers:
         return sum(tensor.nbytes for tensor in tensors)
 
 
+def aligned(length: int, step: int = 4) -> int:
+    """`length` rounded up, so that what follows it begins at a multiple of 16 bytes: kernels are compiled anew where it does not."""
+    return -(-length // step) * step
+
+
 def allocate(rows: int, items: int, spans: int, parts: int, width: int, device: torch.device) -> Buffers:
     """Buffers for `rows` rows and `items` items; `spans` tokens with spans; `parts` partial result rows of `width`."""
-    lengths = (rows + 2,) * 5 + (2 * max(items, 1), max(spans, 1), max(spans, 1))
+    lengths = [aligned(n) for n in (*(rows + 2,) * 5, 2 * max(items, 1), max(spans, 1), max(spans, 1))]
     whole = torch.empty(sum(lengths), dtype=torch.int32, device=device)
-    kv_lens, origins, offsets, splits, sizes, work, low, high = torch.split(whole, list(lengths))
-    wide = torch.empty(rows + 4, dtype=torch.int64, device=device)
-    results = torch.empty(max(parts, 1) * (width + 1), dtype=torch.float32, device=device)
-    part_out, part_lse = torch.split(results, [max(parts, 1) * width, max(parts, 1)])
+    kv_lens, origins, offsets, splits, sizes, work, low, high = torch.split(whole, lengths)
+    pages = aligned(rows + 2, 2)
+    wide = torch.empty(pages + 2, dtype=torch.int64, device=device)
+    lengths = [aligned(max(parts, 1) * width), max(parts, 1)]
+    part_out, part_lse = torch.split(torch.empty(sum(lengths), dtype=torch.float32, device=device), lengths)
     return Buffers(
         kv_lens,
         origins,
@@ -57,8 +63,8 @@ def allocate(rows: int, items: int, spans: int, parts: int, width: int, device: 
         splits,
         sizes,
         work,
-        wide[: rows + 2],
-        wide[rows + 2 :],
+        wide[:pages],
+        wide[pages:],
         low,
         high,
         part_out,

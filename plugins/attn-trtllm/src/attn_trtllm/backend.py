@@ -72,7 +72,9 @@ class TrtllmBackend:
         metadata = TrtllmMetadata(phase, batch.num_tokens, rows=rows, tokens=batch.num_tokens)
         if not rows:
             return metadata
-        metadata.table, metadata.kv_lens = table_of(address, rows), address.kv_lens[:rows]
+        lens = address.kv_lens
+        # no view where none is needed: the library makes views of its own every layer, which cost more on top of one
+        metadata.table, metadata.kv_lens = table_of(address, rows), lens if len(lens) == rows else lens[:rows]
         metadata.max_kv_len = max(1, address.max_kv_len)
         self._shape(metadata, batch, phase)
         self._scratch(metadata, batch.lane)

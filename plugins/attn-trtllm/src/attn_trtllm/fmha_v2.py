@@ -1,4 +1,9 @@
-"""FMHA v2: prefill on Hopper and consumer Blackwell."""
+"""FMHA v2: prefill on Hopper and consumer Blackwell.
+
+The kernel takes scales as host numbers. Those that only the device knows are multiplied into its operands there: what scales
+the logits into the query, what scales the result into the output. An e4m3 query has no digits left for that, so its pages are
+read as bfloat16 then.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,8 @@ from attn_core.context import Context
 from attn_core.errors import BindError
 from attn_core.formats import quantize
 from attn_core.hookspecs import hookimpl
-from attn_core.layers import MhaCache, MhaInputs, MhaLayer, Scale
-from attn_trtllm.backend import Result, TrtllmBackend, factor
+from attn_core.layers import MhaCache, MhaInputs, MhaLayer
+from attn_trtllm.backend import Result, TrtllmBackend, factor, product
 from attn_trtllm.placement import Placement, collect, expand, place, with_tails
 from attn_trtllm.steps import TrtllmMetadata
 from attn_trtllm.tails import Tails
@@ -38,8 +43,8 @@ class FmhaV2(TrtllmBackend):
                 )
             self.mask = {"mask_mode": "chunked", "window_left": -1, "chunked_attention_size": g.chunk}
         self._places: dict[int, Placement] = {}
-        self._values: dict[int, tuple[Scale, float]] = {}
-        self._told = False
+        self._told: set[str] = set()
+        self._kernels: dict[tuple[torch.dtype, torch.dtype, str], str] = {}
 
     @hookimpl
     def attn_extend(
@@ -53,11 +58,15 @@ class FmhaV2(TrtllmBackend):
     ) -> None:
         """See :meth:`TrtllmBackend.launch`."""
         fp8 = cache.k.dtype == torch.float8_e4m3fn
-        logits = self.geometry.scale * self.value(layer.k_scale, "k_scale")
+        logits = product(self.geometry.scale, factor(layer.k_scale, "k_scale"))
         if fp8:
             q = quantize(q, "fp8_e4m3", None if q.dtype == cache.k.dtype else layer.q_scale)[0]
-            logits *= self.value(layer.q_scale, "q_scale")
-        layout, pool, table = self.addresses(cache, metadata)
+            logits = product(logits, factor(layer.q_scale, "q_scale"))
+        wide = False
+        if isinstance(logits, torch.Tensor):
+            q, logits, wide = (q.to(torch.float32) * logits).to(self.dtype), 1.0, fp8
+        layout, pool, table = self.addresses(cache, metadata, wide)
+        result = factor(layer.v_scale, "v_scale")
         self.call(
             "trtllm_fmha_v2_prefill",
             self.kernel(q, out, layout),
@@ -69,7 +78,7 @@ class FmhaV2(TrtllmBackend):
             max_q_len=metadata.query_len,
             max_kv_len=max(metadata.max_kv_len, metadata.query_len),
             bmm1_scale=logits,
-            bmm2_scale=self.value(layer.v_scale, "v_scale"),
+            bmm2_scale=1.0 if isinstance(result, torch.Tensor) else result,
             batch_size=metadata.rows,
             cum_seq_lens_q=metadata.query_offsets,
             cum_seq_lens_kv=metadata.key_offsets,
@@ -79,16 +88,29 @@ class FmhaV2(TrtllmBackend):
             logits_soft_cap_scale=self.geometry.softcap,
             **self.mask,
         )
+        if isinstance(result, torch.Tensor):
+            out.mul_(result)
 
     def kernel(self, q: torch.Tensor, out: torch.Tensor, layout: str) -> str:
-        """The name of the compiled library: it holds all head dims and masks."""
-        types = "/".join(str(t.dtype).removeprefix("torch.") for t in (q, out))
-        return f"fmha_v2 sm{self.capability[0]}{self.capability[1]} {types} {layout}"
+        """The name of the compiled library: it holds all head dims and masks. Written once for each: layers ask for it."""
+        key = q.dtype, out.dtype, layout
+        name = self._kernels.get(key)
+        if name is None:
+            types = "/".join(str(dtype).removeprefix("torch.") for dtype in key[:2])
+            name = self._kernels[key] = f"fmha_v2 sm{self.capability[0]}{self.capability[1]} {types} {layout}"
+        return name
 
-    def addresses(self, cache: MhaCache, metadata: TrtllmMetadata) -> tuple[str, Any, torch.Tensor]:
-        """(layout, pool, block table) of a cache in one of the forms of :mod:`attn_trtllm.placement`."""
+    def addresses(self, cache: MhaCache, metadata: TrtllmMetadata, wide: bool = False) -> tuple[str, Any, torch.Tensor]:
+        """(layout, pool, block table) of a cache in one of the forms of :mod:`attn_trtllm.placement`.
+
+        `wide` asks for pages of the model's type, whatever the cache's: those of the step are copied.
+        """
         where, table, tails = self.placement(cache), metadata.table, self.tails(cache, metadata)
         assert table is not None
+        if wide:
+            self.tell("of an e4m3 cache as bfloat16: its k_scale or q_scale has no value on the host (Scale.value)")
+            pool, numbers = collect(cache, table, tails)
+            return "NHD", pool.to(self.dtype), numbers
         if where.kind != "scattered" and tails is not None:
             found = with_tails(where, table, tails)
             if found is not None:
@@ -117,21 +139,13 @@ class FmhaV2(TrtllmBackend):
         found = self._places.get(id(cache))
         if found is None or found.cache is not cache:
             found = self._places[id(cache)] = place(cache)
-            if found.kind == "scattered" and not self._told:
-                self._told = True
-                self.context.log.warning(
-                    "trtllm: fmha_v2 copies the pages of every prefill step: K and V are neither stacked [pages, 2, ...] "
-                    "nor contiguous at a distance of whole pages"
-                )
+            if found.kind == "scattered":
+                self.tell(": K and V are neither stacked [pages, 2, ...] nor contiguous at a distance of whole pages")
         return found
 
-    def value(self, scale: Scale | None, name: str) -> float:
-        """A scale as a float: the kernel takes no other. One that only the device knows is read once, and kept."""
-        found = factor(scale, name)
-        if isinstance(found, float):
-            return found
-        assert scale is not None
-        kept = self._values.get(id(scale))
-        if kept is None or kept[0] is not scale:
-            kept = self._values[id(scale)] = scale, float(found)
-        return kept[1]
+    def tell(self, why: str) -> None:
+        """Log, once for each reason, that pages are copied."""
+        if why not in self._told:
+            self._told.add(why)
+            joined = why if why.startswith(":") else f" {why}"
+            self.context.log.warning(f"trtllm: fmha_v2 copies the pages of every prefill step{joined}")

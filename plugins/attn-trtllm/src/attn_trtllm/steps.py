@@ -39,6 +39,8 @@ class TrtllmMetadata(StepMetadata):
     tails: Tails | None = None
     kernel: str = ""
     fixed: dict[str, Any] = field(default_factory=dict)
+    before: tuple[Any, ...] = ()  #: of a plain decode: what stands before and after ``out`` and ``sinks``, by place
+    after: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True)
@@ -70,8 +72,11 @@ def table_of(address: KvAddress, rows: int) -> torch.Tensor:
     """i32[rows, W], contiguous, one line a row, as wide as the longest row needs."""
     assert address.table is not None
     width = min(address.table.shape[1], max(1, -(-address.max_kv_len // address.page_size)))
-    table = address.table[:, :width]
-    table = table[:rows] if address.table_rows is None else table.index_select(0, address.table_rows[:rows])
+    table = address.table if address.table.shape[1] == width else address.table[:, :width]
+    if address.table_rows is not None:
+        table = table.index_select(0, address.table_rows[:rows])
+    elif len(table) != rows:
+        table = table[:rows]
     return table.contiguous()
 
 

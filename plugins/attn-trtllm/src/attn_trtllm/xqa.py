@@ -19,7 +19,7 @@ from attn_core.hookspecs import hookimpl
 from attn_core.layers import MhaCache, MhaInputs, MhaLayer
 from attn_trtllm import compiling
 from attn_trtllm.backend import Result, TrtllmBackend
-from attn_trtllm.library import INSTALL, XQA
+from attn_trtllm.library import INSTALL, XQA, XQA_ORDER
 from attn_trtllm.steps import TrtllmMetadata, chain_mask
 
 
@@ -62,6 +62,24 @@ class Xqa(TrtllmBackend):
         self, inputs: MhaInputs, layer: MhaLayer, cache: MhaCache, metadata: TrtllmMetadata, out: torch.Tensor | None
     ) -> Result:
         """One query a row: q[T, Hq, D] -> out[T, Hq, D], no LSE."""
+        # the usual call, in one frame: decode of few rows costs what the host takes. Anything else goes the long way
+        q, found = inputs.q, self._views.get(id(cache))
+        if (
+            found is not None
+            and found[0] is cache
+            and out is not None
+            and metadata.exact
+            and metadata.before
+            and metadata.kernel in compiling.loaded  # has run before: nothing compiles
+            and layer.k_scale is None
+            and layer.v_scale is None
+            and q.dtype is self.dtype
+            and out.dtype is self.dtype
+            and q.is_contiguous()
+            and out.is_contiguous()
+        ):
+            self._function(q, found[1], *metadata.before, out, layer.sinks, *metadata.after)
+            return out, None
         return self.attend(inputs, layer, cache, metadata, out)
 
     @hookimpl
@@ -123,8 +141,15 @@ class Xqa(TrtllmBackend):
             "q_len_per_req": max(width, 2) if self.generic else width,  # ragged queries are for two and more
             "mask": metadata.mask,
         }
+        function = self.functions[XQA.name]
+        if "enable_pdl" in function.optional:  # what the library would find out at every call
+            metadata.fixed["enable_pdl"] = major >= 9
         if self.generic:
             metadata.fixed["q_cu_seq_lens"] = metadata.query_offsets
+        elif width == 1 and function.order[: len(XQA_ORDER)] == XQA_ORDER:
+            known = {**metadata.fixed, "bmm1_scale": g.scale, "bmm2_scale": 1.0}
+            metadata.before = tuple(known[word] for word in XQA_ORDER[2:9])
+            metadata.after = tuple(known[word] for word in XQA_ORDER[11:])
         metadata.kernel = name
 
     def announced(self, kernel: str) -> Callable[..., object]:

@@ -62,13 +62,14 @@ def build(
     draft: str = "ngram",
     draft_layers: int = 0,
     drafter: Drafter | None = None,
+    copies: int = 1,
     registry: Registry | None = None,
     **options: Any,
 ) -> Iterator[Speculator]:
     """A speculator for `model` with room for these prompts; the model has its own attention again afterwards.
 
-    `draft` is ``ngram`` or ``truncated`` (the first `draft_layers` layers); `drafter` is one of your own. `options` are the
-    planner's (``speculative_attention_mode="decode"``, ``decode_attention_backend="triton"``, …).
+    `draft` is ``ngram`` or ``truncated`` (the first `draft_layers` layers); `drafter` is one of your own. There is room for
+    `copies` of all rows, which :meth:`Speculator.check` can take. `options` are the planner's (``speculative_attention_mode="decode"``, ``decode_attention_backend="triton"``, …).
     Raises :class:`PlanError` if no backend can serve a phase, :class:`UsageError` for an unknown draft.
     """
     if draft not in DRAFTS:
@@ -78,7 +79,7 @@ def build(
         config = model.config
         plan = make_plan(config, None if small is None else small.config, model.dtype, model.device, shape, options)
     longest = [len(prompt) + max_new_tokens + shape.width for prompt in prompts]
-    served = [ServedModel(model, plan, "target", _room(plan, "target", longest))]
+    served = [ServedModel(model, plan, "target", copies * _room(plan, "target", longest))]
     try:
         if small is not None:
             page = next(pool.page_size for pool in plan.pools if pool.model == "draft")

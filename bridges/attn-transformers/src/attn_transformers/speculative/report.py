@@ -7,15 +7,34 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attn_transformers.demo_report import Screen
+from attn_transformers.ties import Distance, Mismatch, firsts, told
 
 if TYPE_CHECKING:
     from attn_core.plan import Plan
-    from attn_transformers.speculative.engine import Mismatch, Outcome
+    from attn_transformers.speculative.engine import Outcome
     from attn_transformers.speculative.trees import Shape
 
-#: A tie: plain decoding's best logit is no further from the answer's token than this. Two kernels that add in another order
-#: differ by as much; a wrong mask or a lost key moves logits by whole numbers.
-TIES: Mapping[str, float] = {"fp32": 1e-3, "fp16": 3e-2, "bf16": 0.25}
+
+@dataclass(frozen=True)
+class Control:
+    """Plain decoding with every row `copies` times in the batch, as many tokens a step as verify has, led along the same answers.
+
+    ``from_plain``: how far its logits are from plain decoding's; ``from_run``: from those behind which the answers were chosen.
+    """
+
+    copies: int
+    mismatches: tuple[Mismatch, ...]
+    from_plain: Distance
+    from_run: Distance
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            "copies": self.copies,
+            "mismatches": [vars(one) for one in self.mismatches],
+            "from_plain": self.from_plain.to_dict(),
+            "from_run": self.from_run.to_dict(),
+        }
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,8 @@ class SpeculativeReport:
     mismatches: tuple[Mismatch, ...]
     tie: float
     captured: tuple[int, ...] = field(default=())
+    apart: Distance = Distance(0.0, 0.0)  #: the logits of the run and of plain decoding, behind the same tokens
+    control: Control | None = None
 
     @property
     def tokens(self) -> int:
@@ -46,7 +67,7 @@ class SpeculativeReport:
     @property
     def ties(self) -> int:
         """Mismatches within the tolerance."""
-        return sum(one.gap <= self.tie for one in self.mismatches)
+        return sum(one.tie(self.tie) for one in self.mismatches)
 
     @property
     def ok(self) -> bool:
@@ -91,6 +112,9 @@ class SpeculativeReport:
             "ties": self.ties,
             "tie_tolerance": self.tie,
             "mismatches": [vars(one) for one in self.mismatches],
+            "first_differences": [one and vars(one) for one in firsts(self.mismatches, len(self.prompts))],
+            "logits_apart": self.apart.to_dict(),
+            "control": self.control and self.control.to_dict(),
             "verify_steps": self.run.verify_steps,
             "accepted": self.run.accepted,
             "offered": self.run.offered,
@@ -151,10 +175,15 @@ class SpeculativeScreen(Screen):
             f"(plain decoding: {report.tokens / report.plain.seconds:.1f})"
         )
         for one in report.mismatches:
-            kind = "tie" if one.gap <= report.tie else "DIFFERENT"
+            self.out.print(told(one, report.tie))
+        self.out.print(
+            f"logits of verify and plain decoding: {report.apart.median:.1e} apart (median of the tokens' largest), "
+            f"{report.apart.largest:.1e} at most"
+        )
+        if (control := report.control) is not None:
             self.out.print(
-                f"prompt {one.row + 1}, token {one.place}: {kind}: {one.token} instead of {one.choice}, logit gap "
-                f"{one.gap:.2e}, top 2 apart by {one.top2:.2e} (tolerance {report.tie:g})"
+                f"control, plain decoding with {control.copies} of each row: {len(control.mismatches)} tokens differ from the "
+                f"answers; logits {control.from_plain.median:.1e} from plain decoding, {control.from_run.median:.1e} from verify"
             )
         ties = f", {report.ties} ties" if report.mismatches else ""
         self.out.print(f"[bold]identical tokens: {report.identical}/{report.tokens}[/bold] vs plain decoding{ties}")

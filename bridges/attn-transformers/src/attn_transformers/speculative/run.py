@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attn_core.errors import UsageError
 from attn_transformers import smollm2
 from attn_transformers.demo import _calm, _torch_dtype
-from attn_transformers.speculative.report import TIES, SpeculativeReport, SpeculativeScreen, decoded
+from attn_transformers.speculative.report import Control, SpeculativeReport, SpeculativeScreen, decoded
+from attn_transformers.ties import TIES, Distance
 
 if TYPE_CHECKING:
     from attn_core.plan import Plan
-    from attn_transformers.speculative.engine import Speculator
+    from attn_transformers.speculative.engine import Outcome, Speculator
     from attn_transformers.speculative.trees import Shape
 
 #: Two answers that repeat what stands before them, and one that does not.
@@ -38,6 +39,8 @@ class Settings:
     speculative_attention_mode: str = "prefill"
     prompts: Sequence[str] = PROMPTS
     max_new_tokens: int = 48
+    model: Path | None = None
+    control: bool = False
     dtype: str = "float32"
     device: str = "cpu"
     cuda_graph: str = "auto"
@@ -67,30 +70,27 @@ def run(settings: Settings, *, quiet: bool = False, model: Any = None) -> Specul
     from attn_transformers.speculative.trees import Shape
 
     shape = Shape.of(settings.topk, settings.steps, settings.speculative_num_draft_tokens)
-    if settings.draft == "ngram" and settings.draft_attention_backend is not None:
-        raise UsageError(
-            f"--draft-attention-backend {settings.draft_attention_backend}: drafts from n-grams need no attention",
-            fix="--draft truncated, or leave it out",
-        )
     screen = SpeculativeScreen(quiet)
     config, plan = _plan(settings, shape, None if model is None else model.model.config)
     screen.plan(plan)
     if model is None:
-        with screen.waiting("loading SmolLM2-135M-Instruct (GGUF, 135 million parameters)"), _calm():
-            model = smollm2.load(_torch_dtype(settings.dtype), settings.device, parsed=config)
+        with screen.waiting(f"loading {smollm2.name(settings.model)}"), _calm():
+            model = smollm2.load(_torch_dtype(settings.dtype), settings.device, parsed=config, folder=settings.model)
     prompts = smollm2.chat(model.tokenizer, settings.prompts)
-    ends = _ends(model.model)
     made = build(
         model.model, shape, prompts, settings.max_new_tokens,
-        plan=plan, draft=settings.draft, draft_layers=settings.draft_layers,
+        plan=plan, draft=settings.draft, draft_layers=settings.draft_layers, copies=shape.width if settings.control else 1,
     )  # fmt: skip
     with made as speculator:
         captured = _capture(speculator, prompts, settings)
         total = len(prompts) * settings.max_new_tokens
         with screen.progress("speculative", total) as tick:
-            outcome = speculator.generate(prompts, settings.max_new_tokens, ends, _ticks(tick))
+            outcome = speculator.generate(
+                prompts, settings.max_new_tokens, _ends(model.model), _ticks(tick), keep_best=True
+            )
         with screen.progress("plain decoding", total) as tick:
-            mismatches, plain = speculator.check(prompts, outcome.tokens, _ticks(tick))
+            mismatches, plain = speculator.check(prompts, outcome.tokens, _ticks(tick), outcome.best)
+        control = _control(speculator, prompts, outcome, plain, screen) if settings.control else None
     report = SpeculativeReport(
         draft=_name(settings),
         shape=shape,
@@ -102,9 +102,29 @@ def run(settings: Settings, *, quiet: bool = False, model: Any = None) -> Specul
         mismatches=tuple(mismatches),
         tie=TIES[plan.dtype],
         captured=tuple(captured),
+        apart=_apart(outcome, plain),
+        control=control,
     )
     screen.result(report)
     return report
+
+
+def _control(
+    speculator: Speculator,
+    prompts: Sequence[Sequence[int]],
+    outcome: Outcome,
+    plain: Outcome,
+    screen: SpeculativeScreen,
+) -> Control:
+    """Plain decoding in batches as large as verify's: what changes without any speculation, by matrix products alone."""
+    width = speculator.shape.width
+    with screen.progress(f"plain decoding, {width} of each row", sum(map(len, outcome.tokens))) as tick:
+        mismatches, control = speculator.check(prompts, outcome.tokens, _ticks(tick), outcome.best, copies=width)
+    return Control(width, tuple(mismatches), _apart(plain, control), _apart(outcome, control))
+
+
+def _apart(one: Outcome, other: Outcome) -> Distance:
+    return Distance.between([best.values for best in one.best], [best.values for best in other.best])
 
 
 def _name(settings: Settings) -> str:
@@ -119,11 +139,13 @@ def _plan(settings: Settings, shape: Shape, config: Any) -> tuple[Any, Plan]:
 
     if settings.draft not in DRAFTS:
         raise UsageError(f"--draft {settings.draft}: known are {', '.join(DRAFTS)}")
+    if settings.draft == "ngram" and settings.draft_attention_backend is not None:
+        raise UsageError(
+            f"--draft-attention-backend {settings.draft_attention_backend}: drafts from n-grams need no attention",
+            fix="--draft truncated, or leave it out",
+        )
     if config is None:
-        config = smollm2.config()
-    else:  # a loaded model calls itself by the path of its file
-        config = copy.copy(config)
-        config.name_or_path = "SmolLM2-135M-Instruct"
+        config = smollm2.config(settings.model)
     layers = config.num_hidden_layers
     if not 1 <= settings.draft_layers <= layers and settings.draft == "truncated":
         raise UsageError(f"--draft-layers {settings.draft_layers}: the model has {layers}")

@@ -41,7 +41,7 @@ class ServedModel:
         self._first_pool = numbers[0]
         pools = [plan.pools[number] for number in numbers]
         pages = {pool.name: 1 + -(-max_tokens // pool.page_size) for pool in pools}
-        described = [group.group for group in groups]
+        described = [group.stored for group in groups]
         self.kv = PagedKVCache(pools, described, num_pages=pages, device=model.device, prefix_sharing=False)
         self.router: Router | None = None
         config = text_config(model)

@@ -10,6 +10,7 @@ from attn_core.capabilities import graph_rank
 from attn_core.testing.batches import UNIFORM, build
 from attn_core.testing.bench import Bench, NotHere
 from attn_core.testing.checks._registry import check
+from attn_core.testing.checks.steps import layers_of
 from attn_core.testing.replay import Replayer, load, roomy, static_case, tensor_addresses
 from attn_core.testing.spec import Case, CaseSpec
 
@@ -121,6 +122,30 @@ def graph_captured_small(bench: Bench) -> None:
     short = specs[0].but(kv_lens=specs[0].query_lens)
     longest = tuple(6 * bench.ask.page_size + 16 for _ in specs[1].kv_lens)
     _replay_all(bench, [short, specs[1].but(kv_lens=longest), short])
+
+
+@check(spread="phase")
+def graph_two_layers(bench: Bench) -> None:
+    """A graph of two layers computes its metadata once; replayed with other lengths, each layer gets its own result."""
+    _require_level(bench)
+    specs = _steps(bench, (_ROWS, 2, _ROWS))
+    replayer = _replayer(bench, specs[0].but(layers=2))
+    steps = [layers_of(bench, spec.but(pad_kv_len=replayer.state.pad_kv_len)) for spec in specs]
+    first = replayer.static
+    for number, case in enumerate(steps[0]):
+        static = replace(static_case(case, 0, first.batch.kv(case.pool_index).max_kv_len), batch=first.batch)
+        static.cache, static.layer = roomy(case.cache, replayer.limits.max_pages + 8), case.layer
+        load(case, static)
+        if number:
+            replayer.others.append(static)
+        else:
+            replayer.static = static
+    replayer.capture()
+    for number, cases in enumerate(steps):
+        results = [replayer.replay(*cases), *replayer.other_results]
+        for case, result, static in zip(cases, results, (replayer.static, *replayer.others), strict=True):
+            found = bench.compare(case, result, bench.oracle(case)) + _slots_outside(case, static) + replayer.problems
+            bench.require_none([f"replay {number}, layer {case.layer.index}: {line}" for line in found], case.spec)
 
 
 @check(spread="phase")

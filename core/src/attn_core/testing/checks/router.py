@@ -38,10 +38,10 @@ class _Module:
 
 
 def make_router(bench: Bench, case: Case) -> Router:
-    """A router for a model of one layer, planned with this backend and variant by name."""
+    """A router for a model of the case's layers, planned with this backend and variant by name."""
     manifest = bench.backend.manifest
     registry = Registry.with_manifests([manifest], modules={manifest.package: _Module(bench.backend)})
-    model = Model("kit", "Kit", "kit", case.spec.dtype, (case.group,), 1)
+    model = Model("kit", "Kit", "kit", case.spec.dtype, (case.group,), len(case.group.layers))
     name = f"{manifest.name}:{bench.variant}"
     flags: dict[str, Any] = {
         "attention_backend": name,
@@ -66,16 +66,18 @@ def _both_phases(bench: Bench) -> None:
 
 @check(phases=("prefill", "decode"), spread="phase")
 def through_the_router(bench: Bench) -> None:
-    """Planned by name, bound and run by the router, the backend gives what it gives alone."""
+    """Planned by name, bound and run by the router, the backend gives each of two layers what it gives alone."""
     _both_phases(bench)
     if bench.ask.dtypes[0].startswith("fp8"):
         raise NotHere("the model's own type is not fp8")
     spec = bench.spec(decoy_pool=False, needs_lse=False)
-    case = build(spec)
-    router = make_router(bench, case)
-    router.bind([case.layer], [case.cache])
-    out = router.begin(case.batch).attend(case.layer, case.inputs, case.out)
-    bench.require_none(bench.compare(case, Result(out, None), bench.oracle(case)) + case.problems(), spec)
+    cases = [build(spec.but(layers=2, layer=number)) for number in (0, 1)]
+    router = make_router(bench, cases[0])
+    router.bind([case.layer for case in cases], [case.cache for case in cases])
+    step = router.begin(cases[0].batch)
+    for case in cases:
+        out = step.attend(case.layer, case.inputs, case.out)
+        bench.require_none(bench.compare(case, Result(out, None), bench.oracle(case)) + case.problems(), case.spec)
 
 
 @check(phases=("prefill",), spread="once")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from attn_core.batch import DraftSteps
-from attn_core.testing.batches import build
+from attn_core.testing.batches import build, watch
 from attn_core.testing.bench import Bench
 from attn_core.testing.checks._registry import check
 from attn_core.testing.guards import same_bits
 from attn_core.testing.pieces import answer_of, one_row, piece
-from attn_core.testing.spec import Case
+from attn_core.testing.spec import Case, CaseSpec
 
 
 @check(phases=("prefill",), spread="all")
@@ -67,6 +69,49 @@ def metadata_serves_all_layers(bench: Bench) -> None:
         session.store(case)
         result = session.attend(case, metadata, case.out)
         bench.require_none(bench.compare(case, result, bench.oracle(case)), case.spec)
+
+
+@check(spread="types")
+def two_layers(bench: Bench) -> None:
+    """In a group of two layers the metadata is made once; each layer brings its queries, cache, scales and sinks, and gets its result.
+
+    A layer stores and attends before the next one, as in a server. Work that a backend does once for all layers of a group is
+    left out by backends that see one layer only, so a group of one layer does not prove it.
+    """
+    cases = layers_of(bench, bench.spec())
+    session = bench.open(cases[0])
+    metadata = session.metadata(cases[0].batch, cases[0].phase)
+    session.in_graph(metadata)
+    wants = [bench.oracle(case) for case in cases]
+    results = []
+    for case, want in zip(cases, wants, strict=True):
+        session.store(case)
+        results.append(session.attend(case, metadata, case.out))
+        found = bench.compare(case, results[-1], want) + case.problems()
+        bench.require_none([f"layer {case.layer.index}: {line}" for line in found], case.spec)
+    if "writes_out" in bench.row.features:
+        found = bench.compare(cases[0], results[0], wants[0])
+        bench.require_none([f"layer 0, after layer 1 ran: {line}" for line in found], cases[0].spec)
+
+
+def layers_of(bench: Bench, spec: CaseSpec, count: int = 2) -> list[Case]:
+    """One step of a group of `count` layers: a case each, with one batch. Scales and sinks differ where there are any."""
+    sinks = "sinks" in bench.row.features and bench.turn % 2 == 1
+    cases: list[Case] = []
+    for number in range(count):
+        fields: dict[str, Any] = {"layers": count, "layer": number}
+        for name in ("k_scale", "v_scale"):
+            value = getattr(spec, name)
+            if value is not None:
+                fields[name] = value * 2.0**-number
+        if sinks:
+            fields["geometry"] = replace(spec.geometry, sinks=True)
+            fields["sinks"] = tuple(((5 * h + 3 * number) % 7 - 3) * 0.5 for h in range(spec.geometry.q_heads))
+        cases.append(build(spec.but(**fields)))
+    for case in cases[1:]:
+        case.batch = cases[0].batch
+        watch(case)
+    return cases
 
 
 def _halve(case: Case, name: str) -> None:

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 # ruff: noqa: RET505 - a return in a compile-time branch needs its else; loops are compiled
-"""Element formats inside kernels: 8- and 4-bit values are unpacked with integer operations only.
+"""Element formats inside kernels: 8- and 4-bit values are unpacked with integer operations, or conversions where there are any.
 
-A byte becomes the bits of a 16-bit float whose exponent is too small by a constant; that constant factor is exact and is
+A code becomes the bits of a 16-bit float whose exponent is too small by a constant; that constant factor is exact and is
 multiplied into the softmax scale (keys) or into the result (values). No conversion instruction is needed, so that every
 architecture reads every format. Kinds: 0 plain, 1 fp8_e4m3, 2 fp8_e5m2, 3 fp4 (e2m1 with an e4m3 scale for 16 values).
 """
@@ -56,25 +56,53 @@ def _two(x, CODE: tl.constexpr):
 
 
 @triton.jit
-def pair_column(c, ASM: tl.constexpr):
-    """Element of a head that stands in column `c` of the first half of keys; the second half is 2 (``ASM``) or 1 further on."""
-    if ASM:
+def part_column(c, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Element of a head in column `c` of the first part of keys; part i is i (8 bits with ``ASM``: 2) elements further on."""
+    if KIND == 0:
+        return c
+    elif KIND == 3:
+        return c * 4
+    elif ASM:
         return c // 2 * 4 + c % 2
     else:
         return c * 2
 
 
 @triton.jit
-def unpack_fp4(codes, factors, DTYPE: tl.constexpr):
-    """codes u8[N, W] of two elements each, factors: the e4m3 byte of each code, u8[N, W] -> exact even, odd DTYPE[N, W].
+def unpack_fp4(x, words, place, ASM: tl.constexpr):
+    """i16[N, W] of four codes each; their e4m3 scale is byte `place` of their word, both i32[N, W]. Four fp16[N, W].
 
-    Element by element: no reshaping, so that no layout of any width has to be converted.
+    Part i holds elements 4 c + i, exact but for a constant factor, 2 ** raw_exponent(3). A code becomes the upper byte of an
+    fp16: sign, and its other three bits across exponent and mantissa, too small by 2 ** 14. Products with a scale have 6 bits
+    and none is less than 2 ** -24, so that fp16 holds them all. With ``ASM`` two values of x that share a register are
+    unpacked at once: e and o are upper bytes of even and odd codes. The compiler's layout decides which two: they can be
+    neighbours in a row, columns far apart or different keys, so that each takes its own byte of its own word.
     """
-    u = codes.to(tl.uint16)
-    scale = widen(factors, 1) * 256.0
-    even = (((u & 7) << 9) | ((u & 8) << 12)).to(tl.float16, bitcast=True) * 16384.0
-    odd = (((u & 0x70) << 5) | ((u & 0x80) << 8)).to(tl.float16, bitcast=True) * 16384.0
-    return (even * scale).to(DTYPE), (odd * scale).to(DTYPE)
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 s, e, o, t, u, a, b, c, d; .reg .b16 l, h;
+            lop3.b32 s, 0x0F, $7, $8, 0xCA; prmt.b32 s, $5, $6, s; mov.b32 {l, h}, s; cvt.rn.f16x2.e4m3x2 s, l;
+            shl.b32 e, $4, 4; shl.b32 t, $4, 1; and.b32 e, e, 0x80808080; and.b32 t, t, 0x0E0E0E0E; or.b32 e, e, t;
+            shr.u32 u, $4, 3; and.b32 o, $4, 0x80808080; and.b32 u, u, 0x0E0E0E0E; or.b32 o, o, u;
+            prmt.b32 a, e, 0, 0x2404; and.b32 c, e, 0xFF00FF00; prmt.b32 b, o, 0, 0x2404; and.b32 d, o, 0xFF00FF00;
+            mul.f16x2 $0, a, s; mul.f16x2 $1, b, s; mul.f16x2 $2, c, s; mul.f16x2 $3, d, s; }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r",
+            [x, words, place * 0x11 + 0x40],  # 4 bits select from the first word, the next 4 from the second
+            (tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        u = x.to(tl.uint16, bitcast=True)
+        scale = widen(((words >> (8 * place)) & 0xFF).to(tl.uint8), 1) * 32768.0
+        a, b = _code(u << 12, u << 9) * scale, _code(u << 8, u << 5) * scale
+        return a, b, _code(u << 4, u << 1) * scale, _code(u, u >> 3) * scale
+
+
+@triton.jit
+def _code(sign, size):
+    """e2m1 as fp16, too small by 2 ** 14: the sign is the top bit of `sign`, the rest bits 9 to 11 of `size`, both u16."""
+    return ((sign & 0x8000) | (size & 0x0E00)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -112,6 +140,6 @@ def encode_e2m1(x):
     return code
 
 
-def raw_exponent(kind: int) -> int:
-    """Exponent of the factor that :func:`widen` leaves out of fp16 values."""
-    return 8 if kind == 1 else 0
+def raw_exponent(kind: int, asm: bool) -> int:
+    """Exponent of the factor that is left out of fp16 values, without and with conversion instructions (``asm``)."""
+    return {3: 14}.get(kind, 0) if asm else {1: 8, 3: 7}.get(kind, 0)

@@ -1,12 +1,12 @@
 # mypy: ignore-errors
-# ruff: noqa: SIM113 - a return in a compile-time branch needs its else; loops are compiled
 """Prefill on Hopper, warp-specialised: one warp copies keys and values (TMA), two warp groups compute 64 queries each.
 
 The result is that of the tile path of :mod:`attn_triton.kernels.attention`, with the same intervals; no trees, spans or
 quantised caches. Pages of any power of two from 8 tokens are copied page by page into one block of keys, so that the page
 size costs nothing. Blocks are visited from the last to the first: what needs a mask comes first. While the matrix units
 multiply weights with values of one block, the softmax of the next block runs. Programs are persistent: the copying warp
-fetches the next tile while the last one is finished.
+fetches the next tile while the last one is finished. Tiles come longest first, round by round; for a single row
+without a window every other round of programs runs backwards, so that all end at about the same time.
 """
 
 import triton.experimental.gluon.language as gl
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_triton.kernels.hopper_copy import copy_tiles, lengths, ranges
+from attn_triton.kernels.hopper_copy import copy_tiles, item_of, lengths, ranges, turns_of
 
 
 @gluon.jit
@@ -68,7 +68,7 @@ def _clean(v_tile, start, limit, half, barrier, phase, ROWS: gl.constexpr, DV: g
 @gluon.jit
 def _step(
     i, block, o, p, total, top, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free, start, low, high, factor, softcap,
-    MASK: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    MASK: gl.constexpr, IN_ORDER: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Logits of the tile's block `i`, while the values of block i - 1 are added. `start` is the first key of block 0."""
@@ -84,6 +84,10 @@ def _step(
     s = _logits(s, start - i * BLOCK_N, low, high, factor, softcap, MASK, SOFTCAP, BLOCK_N, S_LAYOUT)
     w, new_top, shrink = _softmax(s, top, factor, MASK, SOFTCAP)
     total = total * shrink + gl.sum(w, 1)
+    if IN_ORDER:
+        # waited for above already; without a loop here the assembler moves the softmax behind the products. Short tiles gain
+        # by this, long ones, whose two groups of warps overlap each other, lose
+        mbarrier.wait(v_ready.index(before), ((block + i - 1) // STAGES) & 1)
     o = warpgroup_mma_wait(num_outstanding=0, deps=[o_token])
     mbarrier.arrive(v_free.index(before), count=1)
     o = o * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -130,25 +134,17 @@ def _compute_tiles(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     block = 0
-    turn = 0
     cleans = 0
-    stride = gl.num_programs(0)
     end = used * heads
-    work = gl.program_id(0)
-    row = gl.load(items + 2 * (work // heads))
-    part = gl.load(items + 2 * (work // heads) + 1)
+    SHORT: gl.constexpr = WINDOW > 0 or CHUNK > 0
+    row, part, head = item_of(0, items, end, heads, num_rows, WINDOW, CHUNK)
     begin, query_len, kv_len = lengths(row, query_offsets, kv_lens, key_offsets, num_rows, PAGED)
-    ahead = gl.minimum(work + stride, end - 1)
-    next_row = gl.load(items + 2 * (ahead // heads))
-    next_part = gl.load(items + 2 * (ahead // heads) + 1)
-    for work in range(gl.program_id(0), end, stride):
+    next_row, next_part, next_head = item_of(1, items, end, heads, num_rows, WINDOW, CHUNK)
+    for turn in range(turns_of(end, num_rows, WINDOW, CHUNK)):
         next_begin, next_query_len, next_kv_len = lengths(
             next_row, query_offsets, kv_lens, key_offsets, num_rows, PAGED
         )
-        ahead = gl.minimum(work + 2 * stride, end - 1)
-        after_row = gl.load(items + 2 * (ahead // heads))
-        after_part = gl.load(items + 2 * (ahead // heads) + 1)
-        head = work % heads
+        after_row, after_part, after_head = item_of(turn + 2, items, end, heads, num_rows, WINDOW, CHUNK)
         first, count, masked_right, masked_left, floor, limit = ranges(
             part, query_len, kv_len, WINDOW, RIGHT, CHUNK, BLOCK_N
         )
@@ -186,17 +182,17 @@ def _compute_tiles(
             one = gl.minimum(gl.maximum(masked_right, 1), count)
             for i in range(1, one):
                 o, p, total, top = _step(i, block, o, p, total, top, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free, start,
-                                         low, high, factor, softcap, True, SOFTCAP, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)  # fmt: skip
+                                         low, high, factor, softcap, True, SHORT, SOFTCAP, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)  # fmt: skip
             two = count
             if WINDOW > 0 or CHUNK > 0:
                 two = gl.maximum(count - gl.maximum(masked_left, 0), one)
             for i in range(one, two):
                 o, p, total, top = _step(i, block, o, p, total, top, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free, start,
-                                         low, high, factor, softcap, False, SOFTCAP, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)  # fmt: skip
+                                         low, high, factor, softcap, False, SHORT, SOFTCAP, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)  # fmt: skip
             if WINDOW > 0 or CHUNK > 0:
                 for i in range(two, count):
                     o, p, total, top = _step(i, block, o, p, total, top, q_smem, k_smem, v_smem, k_ready, k_free, v_ready, v_free, start,
-                                             low, high, factor, softcap, True, SOFTCAP, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)  # fmt: skip
+                                             low, high, factor, softcap, True, SHORT, SOFTCAP, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, DTYPE)  # fmt: skip
             mbarrier.arrive(q_free, count=1)
             last = (block + count - 1) % STAGES
             mbarrier.wait(v_ready.index(last), ((block + count - 1) // STAGES) & 1)
@@ -226,14 +222,15 @@ def _compute_tiles(
             O_LAYOUT,
         )
         block += count
-        turn += 1
         row = next_row
         part = next_part
+        head = next_head
         begin = next_begin
         query_len = next_query_len
         kv_len = next_kv_len
         next_row = after_row
         next_part = after_part
+        next_head = after_head
 
 
 @gluon.jit(do_not_specialize=["num_rows"])

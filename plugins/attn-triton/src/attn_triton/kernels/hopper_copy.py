@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: RET505, SIM113 - a return in a compile-time branch needs its else; loops are compiled
+# ruff: noqa: RET505 - a return in a compile-time branch needs its else
 """The copying warp of :mod:`attn_triton.kernels.hopper`, and which blocks of keys a tile has."""
 
 import triton.experimental.gluon.language as gl
@@ -40,6 +40,37 @@ def ranges(
 
 
 @gluon.jit
+def work_of(turn, num_rows, WINDOW: gl.constexpr, CHUNK: gl.constexpr):
+    """The `turn`-th work of this program.
+
+    The works of a single row come longest first, so every other round runs backwards: long and short ones are shared out
+    evenly. The works of several rows begin anew with each, and would meet that order where it does harm; with a window or chunks
+    they are equally long. All rounds run forwards then, and neighbours read the same keys at the same time.
+    """
+    programs = gl.num_programs(0)
+    if WINDOW > 0 or CHUNK > 0:
+        back = turn * 0
+    else:
+        back = gl.where(num_rows == 1, turn % 2, 0)
+    return turn * programs + (1 - back) * gl.program_id(0) + back * (programs - 1 - gl.program_id(0))
+
+
+@gluon.jit
+def turns_of(end, num_rows, WINDOW: gl.constexpr, CHUNK: gl.constexpr):
+    """How many of the works [0, end) are this program's."""
+    rounds = end // gl.num_programs(0)
+    return rounds + gl.where(work_of(rounds, num_rows, WINDOW, CHUNK) < end, 1, 0)
+
+
+@gluon.jit
+def item_of(turn, items, end, heads, num_rows, WINDOW: gl.constexpr, CHUNK: gl.constexpr):
+    """(row, part, head) of this program's `turn`-th work, of any work past the end."""
+    work = gl.minimum(work_of(turn, num_rows, WINDOW, CHUNK), end - 1)
+    at = items + 2 * (work // heads)
+    return gl.load(at), gl.load(at + 1), work % heads
+
+
+@gluon.jit
 def lengths(row, query_offsets, kv_lens, key_offsets, num_rows, PAGED: gl.constexpr):
     """(first query, queries, keys) of a row; row `num_rows` has no keys."""
     begin = gl.load(query_offsets + row)
@@ -65,20 +96,13 @@ def copy_tiles(
     free later: the computing warps finish the tile before meanwhile.
     """
     block = 0
-    turn = 0
-    stride = gl.num_programs(0)
     end = used * heads
-    work = gl.program_id(0)
-    row = gl.load(items + 2 * (work // heads))
-    part = gl.load(items + 2 * (work // heads) + 1)
+    row, part, head = item_of(0, items, end, heads, num_rows, WINDOW, CHUNK)
     begin, query_len, kv_len, pages, key_start = _row(
         row, query_offsets, kv_lens, key_offsets, page_ptr, items, num_rows, PAGED
     )
-    for work in range(gl.program_id(0), end, stride):
-        ahead = gl.minimum(work + stride, end - 1)
-        next_row = gl.load(items + 2 * (ahead // heads))
-        next_part = gl.load(items + 2 * (ahead // heads) + 1)
-        head = work % heads
+    for turn in range(turns_of(end, num_rows, WINDOW, CHUNK)):
+        next_row, next_part, next_head = item_of(turn + 1, items, end, heads, num_rows, WINDOW, CHUNK)
         first, count, right, left, floor, limit = ranges(part, query_len, kv_len, WINDOW, RIGHT, CHUNK, BLOCK_N)
         k_column = head // RATIO * k_head
         v_column = head // RATIO * v_head
@@ -100,9 +124,9 @@ def copy_tiles(
             _copy_block(v_desc, v_smem, v_ready, v_free, block + i, start - i * BLOCK_N, v_column, pages, key_start, floor,
                         limit, nowhere, PAGED, PAGE, BOX, DV, BLOCK_N, STAGES)  # fmt: skip
         block += count
-        turn += 1
         row = next_row
         part = next_part
+        head = next_head
         begin = next_begin
         query_len = next_query_len
         kv_len = next_kv_len

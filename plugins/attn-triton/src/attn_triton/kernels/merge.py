@@ -6,18 +6,17 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "block_m", "max_tokens", "needs_lse"])
 def merge_kernel(
-    part_out, part_lse, out, lse, splits, query_offsets, sinks, o_st, o_sh, heads,
-    RATIO: tl.constexpr, GROUP: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, MAX_TOKENS: tl.constexpr,
-    SINKS: tl.constexpr, NEEDS_LSE: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    part_out, part_lse, out, lse, splits, query_offsets, sinks, o_st, o_sh, heads, block_m, max_tokens, needs_lse,
+    RATIO: tl.constexpr, GROUP: tl.constexpr, HEAD_BLOCKS: tl.constexpr, SINKS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """part_out f32[n, heads, BLOCK_M, DV], part_lse f32[n, heads, BLOCK_M] -> out[T, Hq, DV], lse f32[T, Hq].
+    """part_out f32[n, heads, block_m, DV], part_lse f32[n, heads, block_m] -> out[T, Hq, DV], lse f32[T, Hq] if `needs_lse`.
 
-    Grid: (rows * MAX_TOKENS, Hq). Rows with one share were finished by the attention kernel and are left alone.
+    Grid: (rows * max_tokens, Hq). Rows with one share were finished by the attention kernel and are left alone.
     """
-    row = tl.program_id(0) // MAX_TOKENS
-    token = tl.program_id(0) % MAX_TOKENS
+    row = tl.program_id(0) // max_tokens
+    token = tl.program_id(0) % max_tokens
     head = tl.program_id(1)
     first = tl.load(splits + row)
     count = tl.load(splits + row + 1) - first
@@ -34,7 +33,7 @@ def merge_kernel(
     top = float("-inf")
     for start in tl.range(0, count, BLOCK_S):
         live = start + s < count
-        at = ((first + start + s).to(tl.int64) * heads + program) * BLOCK_M + m
+        at = ((first + start + s).to(tl.int64) * heads + program) * block_m + m
         logs = tl.load(part_lse + at, mask=live, other=float("-inf"))
         new_top = tl.maximum(top, tl.max(logs, 0))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -55,7 +54,7 @@ def merge_kernel(
     result = acc / tl.where(empty, 1.0, total)
     index = (begin + token).to(tl.int64)
     tl.store(out + index * o_st + head * o_sh + e, result.to(out.dtype.element_ty), mask=e < DV)
-    if NEEDS_LSE:
+    if needs_lse:
         value = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
         tl.store(lse + index * (heads // HEAD_BLOCKS * RATIO) + head, value)
 

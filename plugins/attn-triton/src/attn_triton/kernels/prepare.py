@@ -11,6 +11,7 @@ _STEP = [
     "num_tokens",
     "num_items",
     "table_width",
+    "page_size",
     "window",
     "share_cap",
     "share_floor",

@@ -46,7 +46,7 @@ def _write(x, x_st, x_sh, pages, s_p, s_t, s_h, blocks, b_p, b_t, b_h, scale, to
             tl.store(at, code, mask=(h[:, None] < heads) & (b[None, :] < D // 16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def store_kernel(
     k, v, to_k, to_v, k_blocks, v_blocks, slots, k_scale, v_scale, heads,
     k_st, k_sh, v_st, v_sh, tk_sp, tk_st, tk_sh, tv_sp, tv_st, tv_sh, kb_sp, kb_st, kb_sh, vb_sp, vb_st, vb_sh,
