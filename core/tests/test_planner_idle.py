@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from attn_core.manifest import parse_manifest
 from attn_core.options import Options
 from attn_core.plan import Plan
 from attn_core.planner import solve_plan
+from attn_core.planner._slots import pin_of
 from attn_core.platform import parse_platform
 from toys import hybrid_model, mha_model, mixed_model, mla_model, toy
 
@@ -270,3 +271,12 @@ def test_every_option_is_read_refused_or_noted() -> None:
     noted = {name for name, *_ in NOTED} | {"backend_options", "cuda_graph"}
     listed = [*ALWAYS_READ, *refused, *noted]
     assert sorted(listed) == sorted(f.name for f in fields(Options))
+
+
+def test_auto_for_one_group_excepts_it_from_what_is_said_of_its_kind() -> None:
+    group = replace(mixed_model().groups[1], name="window")
+    choice = {group.kind: "triton", group.name: "auto"}
+    assert pin_of(group, "decode", Options.of({"attention_backend": choice})) is None
+    pin = pin_of(group, "decode", Options.of({"attention_backend": {group.kind: "triton"}}))
+    assert pin is not None
+    assert pin.name == "triton"

@@ -13,10 +13,10 @@ from attn_core.batch import AttentionBatch, Segment
 from attn_core.cache import PagedKVCache
 from attn_core.context import GraphLimits
 from attn_core.discovery import Registry
-from attn_core.errors import BatchError, BindError, GraphError
+from attn_core.errors import BatchError, BindError, GraphError, PlanError
 from attn_core.geometry import LayerGroup, MhaGeometry, MlaGeometry, Model
 from attn_core.graphs import GraphRunner, RerunRecorder
-from attn_core.layers import MhaCache, MhaInputs, MhaLayer, MlaCache, MlaInputs, MlaLayer, MmInputs
+from attn_core.layers import MhaCache, MhaInputs, MhaLayer, MlaCache, MlaInputs, MlaLayer, MmInputs, Scale
 from attn_core.manifest import Manifest, parse_manifest
 from attn_core.options import Options
 from attn_core.paging import PoolRows, build_batch
@@ -413,3 +413,51 @@ def test_the_part_for_prefixes_is_never_a_padded_one() -> None:
     assert (prefill.form, prefill.pads) == ("absorbed", {"q_heads": [4, 16]})
     world.step("prefill", {0: 5}, "absorbed")
     world.step("prefill", {0: 5}, "absorbed")
+
+
+def test_a_deny_row_about_the_width_that_kernels_see_counts_for_padded_models() -> None:
+    """With page 16 refused at width 32, a model of width 24 that is padded to 32 gets slots, as one of width 32 does."""
+
+    def denying(**when: Any) -> Manifest:
+        table = limited("wide", pads=["head_dims"], head_dims=[[32, 32]]).to_dict()
+        table["variant"][0]["deny"] = [{"when": {"head_dims": [[32, 32]], **when}, "reason": "wrong numbers"}]
+        return parse_manifest(table)
+
+    for dims in ((32, 32), (24, 16)):
+        model = mha_model(layers=1, qk_dim=dims[0], v_dim=dims[1])
+        with pytest.raises(PlanError, match="wrong numbers"):
+            router_of(model, denying())
+        router = router_of(model, denying(page_size=16))
+        assert {phase.kernel_page_size for phase in router.plan.groups[0].phases.values()} == {1}
+
+
+def test_a_padded_backend_gets_one_cache_object_for_each_cache() -> None:
+    """Backends keep what they made of a cache under its identity."""
+    model = mha_model(layers=1, q_heads=6, kv_heads=2, qk_dim=24, v_dim=16)
+    _, (router, _) = bound_pair(model, limited("wide", pads=["head_dims"], head_dims=[[32, 32]]))
+    adapter: Any = next(iter(router._groups[0].backends.values())).attn_gather.__self__  # type: ignore[attr-defined]
+    fitting, wider = (MhaCache(torch.zeros(2, PAGE, 2, width), torch.zeros(2, PAGE, 2, width)) for width in (32, 40))
+    assert adapter.cache(fitting) is fitting
+    narrowed = adapter.cache(wider)
+    assert narrowed.k.shape[-1] == 32
+    assert adapter.cache(wider) is narrowed
+
+
+def test_scales_and_sinks_that_a_server_replaces_are_followed() -> None:
+    model = mha_model(layers=1, q_heads=6, kv_heads=2, qk_dim=24, v_dim=16, scale=0.3, sinks=True)
+    _, (router, layer) = bound_pair(model, limited("wide", pads=["head_dims"], head_dims=[[32, 32]]))
+    adapter: Any = next(iter(router._groups[0].backends.values())).attn_gather.__self__  # type: ignore[attr-defined]
+    first = layer.sinks
+    assert first is not None
+    before = first.clone()
+    adapter.layer(layer)
+    layer.sinks = torch.ones(6)
+    assert torch.equal(adapter.layer(layer).sinks, torch.ones(6))
+    assert torch.equal(first, before)  # the server's old tensor is the server's
+    latent = Latent(latent_parts("m", chunks=True, pads=["q_heads"], q_heads=[16, 64]))
+    own = latent.layer
+    hooks = [bound.attn_gather for bound in latent.router._groups[0].backends.values()]
+    made: Any = next(hook.__self__ for hook in hooks if hasattr(hook, "__self__"))  # prefill is not padded
+    made.layer(own)
+    own.k_scale = Scale(torch.tensor([0.5]), 0.5)
+    assert made.layer(own).k_scale is own.k_scale

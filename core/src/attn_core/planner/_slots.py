@@ -199,11 +199,15 @@ def _flags_for(group: LayerGroup, phase: str) -> tuple[str, ...]:
 
 
 def _for_group(choice: BackendChoice, group: LayerGroup) -> Iterator[tuple[str, str]]:
-    """What a choice says of a group, as (key, name); the group's name counts before its kind, ``auto`` says nothing."""
+    """What a choice says of a group, as (key, name); the group's name counts before its kind, ``auto`` ends what it says."""
     items = [("", choice)]
     if isinstance(choice, Mapping):
         items = [(key, choice.get(key)) for key in dict.fromkeys((group.name, group.kind))]
-    yield from ((key, name) for key, name in items if isinstance(name, str) and name and name != "auto")
+    for key, name in items:
+        if name == "auto":
+            return  # of a group: not what is said of its kind either
+        if isinstance(name, str) and name:
+            yield key, name
 
 
 def _mapping_flags(group: LayerGroup, phase: str) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ class LiveRow:
     row: Row
     q_dtype: str
     pads: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    deny: tuple[Row, ...] = ()  #: rows that may refuse the padded shapes under a setting
 
     @property
     def page(self) -> tuple[Condition, ...]:
@@ -113,6 +114,9 @@ def judge(candidate: Candidate, request: Request, options: Options) -> Verdict:
     reasons = [*_policy(candidate, options), *_availability(candidate, axes), *denied]
     if not live:
         reasons += _explain(misses)
+    elif not denied:
+        live, refused = _deny_padded(candidate.variant.deny, live, axes, request)
+        reasons += [] if live else refused
     rank, preferred, why = _rank(candidate.manifest, axes, options)
     return Verdict(candidate, request, rank, tuple(live), tuple(pending), tuple(reasons), preferred, why)
 
@@ -269,6 +273,24 @@ def _match_deny(rows: Iterable[Row], axes: Mapping[str, Any], request: Request) 
     return denied, pending
 
 
+def _deny_padded(
+    rows: Sequence[Row], live: Iterable[LiveRow], axes: Mapping[str, Any], request: Request
+) -> tuple[list[LiveRow], list[Reason]]:
+    """The live rows whose padded shapes no deny row refuses, and the reasons against the others: kernels see those shapes."""
+    kept: list[LiveRow] = []
+    refused: list[Reason] = []
+    for row in live:
+        if row.pads:
+            seen = {**axes, **{axis: change[1] for axis, change in row.pads.items()}}
+            denied, pending = _match_deny(rows, seen, request)
+            refused += [reason for reason in denied if reason not in refused]
+            if denied:
+                continue
+            row = replace(row, deny=tuple(pending))
+        kept.append(row)
+    return kept, refused
+
+
 def deny_reason(row: Row, request: Request) -> Reason:
     """The reason a deny row gives, with the flag behind its conditions."""
     asked = [request.asked_by[c.axis] for c in row.conditions if c.axis in request.asked_by]
@@ -304,7 +326,7 @@ def fit(verdict: Verdict, setting: Setting, peers: Mapping[str, str]) -> Fit | N
             fits = cacheless or _row_fits(live, setting, kernel_page, request)
             if not fits or (peers and not _peers_hold(live.row, peers)):
                 continue
-            if not verdict.deny or denied_by(verdict, setting, kernel_page, peers) is None:
+            if denied_by(verdict, setting, kernel_page, peers, live) is None:
                 return Fit(kernel_page, live)
     return None
 
@@ -347,9 +369,12 @@ def _peers_hold(row: Row, peers: Mapping[str, str]) -> bool:
     return True
 
 
-def denied_by(verdict: Verdict, setting: Setting, kernel_page: int, peers: Mapping[str, str]) -> Row | None:
-    """The deny row that refuses this setting, if any."""
-    if not verdict.deny:
+def denied_by(
+    verdict: Verdict, setting: Setting, kernel_page: int, peers: Mapping[str, str], live: LiveRow | None = None
+) -> Row | None:
+    """The deny row that refuses this setting, if any; with `live`, also those about its padded shapes."""
+    rows = verdict.deny if live is None else (*verdict.deny, *live.deny)
+    if not rows:
         return None
     slots = verdict.request.elements_per_slot
     values: dict[str, Any] = {
@@ -359,7 +384,7 @@ def denied_by(verdict: Verdict, setting: Setting, kernel_page: int, peers: Mappi
         "pool_elements": None if slots is None else slots * setting.page_size,
         **{f"peer.{phase}": name for phase, name in peers.items()},
     }
-    for row in verdict.deny:
+    for row in rows:
         pending = (condition for conditions in row.later.values() for condition in conditions)
         if all(values.get(c.axis) is not None and c.accepts(values[c.axis]) for c in pending):
             return row

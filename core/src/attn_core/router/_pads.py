@@ -86,6 +86,7 @@ class _Adapter:
     def __init__(self, bound: BoundBackend, group: LayerGroup, wide: LayerGroup) -> None:
         self.bound, self.group, self.wide = bound, group, wide
         self._layers: dict[Layer, Layer] = {}
+        self._caches: dict[int, tuple[MhaCache, MhaCache]] = {}
         self.narrow_heads, self.wide_heads, self.groups = _heads(group.geometry, wide.geometry)
         own, other = group.geometry, wide.geometry
         self.widths: tuple[int, int] | None = None  #: of K and V, as the backend sees them; None for latent rows
@@ -161,11 +162,25 @@ class _Adapter:
         wide = self._layers.get(layer)
         if wide is None:
             wide = self._layers[layer] = self._wide_layer(layer)
-        elif isinstance(layer, MhaLayer) and isinstance(wide, MhaLayer):
-            wide.k_scale, wide.v_scale, wide.q_scale = layer.k_scale, layer.v_scale, layer.q_scale
-            if layer.sinks is not None and wide.sinks is not None and wide.sinks is not layer.sinks:
-                wide.sinks.copy_(self.more_heads(layer.sinks[None])[0])
+        else:
+            self._follow(layer, wide)
         return wide
+
+    def _follow(self, layer: Layer, wide: Layer) -> None:
+        """Bring what a server may have replaced in `layer` into the object that the backend holds."""
+        if isinstance(layer, DsaLayer) and isinstance(wide, DsaLayer):
+            if wide.mla is not layer.mla:
+                self._follow(layer.mla, wide.mla)
+            return
+        old: Any = wide
+        for name in ("k_scale", "v_scale", "q_scale"):
+            if hasattr(layer, name):
+                setattr(old, name, getattr(layer, name))
+        if isinstance(layer, MhaLayer) and layer.sinks is not None:
+            if self.wide_heads == self.narrow_heads or old.sinks is None:
+                old.sinks = self.more_heads(layer.sinks[None])[0]
+            else:  # in place: a captured graph reads this tensor
+                old.sinks.copy_(self.more_heads(layer.sinks[None])[0])
 
     def _wide_layer(self, layer: Layer) -> Layer:
         if isinstance(layer, DsaLayer):
@@ -176,12 +191,21 @@ class _Adapter:
         return wide  # type: ignore[no-any-return]
 
     def cache(self, cache: Cache | None) -> Cache | None:
-        """K and V no wider than this backend's: another phase may have asked for wider ones."""
+        """K and V no wider than this backend's: another phase may have asked for wider ones. One object for each cache."""
         if not isinstance(cache, MhaCache) or self.widths is None:
             return cache
+        found = self._caches.get(id(cache))
+        if found is None or found[0] is not cache:
+            found = self._caches[id(cache)] = cache, self._narrowed(cache)
+        return found[1]
+
+    def _narrowed(self, cache: MhaCache) -> MhaCache:
         from attn_core.formats import BLOCK
 
+        assert self.widths is not None
         (qk, v), packed = self.widths, 2 if cache.format == "fp4_block16" else 1
+        if (cache.k.shape[-1], cache.v.shape[-1]) == (qk // packed, v // packed):
+            return cache
         return MhaCache(
             cache.k[..., : qk // packed],
             cache.v[..., : v // packed],
