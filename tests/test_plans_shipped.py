@@ -5,40 +5,20 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attn_core.errors import AttnError, PlanError
-from attn_core.geometry import Model
-from attn_core.manifest import Manifest, load_toml, parse_manifests
-from attn_core.model import parse_model
 from attn_core.options import Options
 from attn_core.plan import Plan
 from attn_core.planner import solve_plan
 from attn_core.planner.routes import warmup_routes
 from attn_core.platform import parse_platform
+from shipped import MODELS, model_of, shipped
 
-ROOT = Path(__file__).parents[1]
-MODELS = ROOT / "core" / "tests" / "data" / "models"
 DEFAULT = "llama-3.1-8b"
 SMS = (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
-
-
-@lru_cache(maxsize=1)
-def shipped() -> tuple[Manifest, ...]:
-    found: list[Manifest] = []
-    for path in sorted(ROOT.glob("plugins/*/src/*/attn_manifest.toml")):
-        document = load_toml(path.read_text(encoding="utf-8"), str(path))
-        found += parse_manifests(document, package=path.relative_to(ROOT).parts[1], version="0.1.0", where=str(path))
-    return tuple(found)
-
-
-@cache
-def model_of(name: str) -> Model:
-    return parse_model(MODELS / f"{name}.json")
 
 
 def plan(model: str = DEFAULT, platform: str = "sm90", draft: str = "", **options: Any) -> Plan:

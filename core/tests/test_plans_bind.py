@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,19 +26,16 @@ from attn_core.layers import (
     MlaCache,
     MlaLayer,
 )
-from attn_core.manifest import Manifest, load_toml, parse_manifest, parse_manifests
-from attn_core.model import parse_model
+from attn_core.manifest import Manifest, parse_manifest
 from attn_core.options import Options
 from attn_core.plan import GroupPlan, Plan, load_plan
 from attn_core.planner import solve_plan
 from attn_core.platform import parse_platform
 from attn_core.router import Router
 from recording import RecordingPlugin
-from test_router_forms import limited
-from toys import hybrid_model, mha_model, toy
+from shipped import MODELS, model_of, shipped
+from toys import hybrid_model, limited, mha_model, toy
 
-ROOT = Path(__file__).parents[2]
-MODELS = Path(__file__).parent / "data" / "models"
 PLATFORMS = [f"cuda:sm{n},cuda=13.0" for n in (80, 89, 90, 100, 103, 120)] + [
     "rocm:gfx942",
     "rocm:gfx950",
@@ -57,20 +52,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "whole_prefix": {"disable_chunked_prefix_cache": True},
     "bound": {"host_lengths": "bound"},
 }
-
-
-@lru_cache(maxsize=1)
-def shipped() -> tuple[Manifest, ...]:
-    found: list[Manifest] = []
-    for path in sorted(ROOT.glob("plugins/*/src/*/attn_manifest.toml")):
-        document = load_toml(path.read_text(encoding="utf-8"), str(path))
-        found += parse_manifests(document, package=path.relative_to(ROOT).parts[1], version="0.1.0", where=str(path))
-    return tuple(found)
-
-
-@cache
-def model_of(name: str) -> Model:
-    return parse_model(MODELS / f"{name}.json")
 
 
 def bind(plan: Plan, manifests: tuple[Manifest, ...]) -> Router:

@@ -25,21 +25,9 @@ from attn_core.platform import parse_platform
 from attn_core.router import Router, _latent
 from attn_core.testing import reference_backend, reference_mla
 from attn_core.testing.oracle_mla import project
-from toys import mha_model
+from toys import limited, mha_model
 
 PAGE = 16
-
-
-def limited(name: str, kind: str = "mha", pads: list[str] | None = None, features: Any = None, **when: Any) -> Manifest:
-    """The reference backend under another name and package, with a declaration of its own."""
-    table = (reference_backend.load_manifest() if kind == "mha" else reference_mla.load_mla_manifest()).to_dict()
-    table |= {"name": name, "package": f"attn-{name}", "status": "implemented", "kind": kind}
-    for row in table["variant"][0]["allow"]:
-        row["when"] |= {key.replace("__", "."): value for key, value in when.items()}
-        row |= {"pads": pads} if pads else {}
-        if features is not None:
-            row["features"] = features(row["features"])
-    return parse_manifest(table)
 
 
 def router_of(model: Model, *manifests: Manifest, module: Any = reference_backend, **options: Any) -> Router:

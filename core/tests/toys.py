@@ -78,3 +78,17 @@ def hybrid_model() -> Model:
         "target", "linear", "linear_gdn", (0, 1, 2), GdnGeometry(16, 48, 128, 128, 4, 10240), {"state": "state"}
     )
     return Model("hybrid", "ToyForCausalLM", "toy", "bf16", (full, linear), 4, frozenset({"hybrid_linear"}), 4096)
+
+
+def limited(name: str, kind: str = "mha", pads: list[str] | None = None, features: Any = None, **when: Any) -> Manifest:
+    """The reference backend under another name and package, with a declaration of its own."""
+    from attn_core.testing import reference_backend, reference_mla  # needs torch, which the other toys do not
+
+    table = (reference_backend.load_manifest() if kind == "mha" else reference_mla.load_mla_manifest()).to_dict()
+    table |= {"name": name, "package": f"attn-{name}", "status": "implemented", "kind": kind}
+    for row in table["variant"][0]["allow"]:
+        row["when"] |= {key.replace("__", "."): value for key, value in when.items()}
+        row |= {"pads": pads} if pads else {}
+        if features is not None:
+            row["features"] = features(row["features"])
+    return parse_manifest(table)
